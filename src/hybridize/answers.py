@@ -1,0 +1,88 @@
+"""Teacher-forced answers: batches of prompts, the NLL of their answer tokens, and whether greedy decoding would give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridize.data.needles import Prompt
+
+
+@dataclass
+class Batch:
+    """Prompts behind each other's padding on the right.
+
+    ids [B, T]; lengths, prompt_len [B]; columns, targets, real [B, A]: where each answer token is predicted, what it is,
+    and whether it is one (answers differ in length).
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    prompt_len: Tensor
+    columns: Tensor
+    targets: Tensor
+    real: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, T], 1 for real tokens."""
+        return (torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]).long()
+
+
+def collate(prompts: Sequence[Prompt], device: torch.device | str) -> Batch:
+    """Right-pad prompts to one batch; padding is never visible to a real token."""
+    lengths = torch.tensor([len(p.ids) for p in prompts])
+    starts = torch.tensor([p.prompt_len for p in prompts])
+    answers = lengths - starts
+    ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt.ids)] = torch.tensor(prompt.ids)
+    steps = torch.arange(int(answers.max()))
+    real = steps < answers[:, None]
+    places = (starts[:, None] + steps).clamp_max(lengths[:, None] - 1)
+    batch = Batch(ids, lengths, starts, places - 1, ids.gather(1, places), real)
+    return Batch(*(tensor.to(device) for tensor in vars(batch).values()))
+
+
+def batches(prompts: Sequence[Prompt], tokens: int, device: torch.device | str) -> Iterator[Batch]:
+    """Batches of at most `tokens` padded tokens (at least one prompt each), in the given order."""
+    start = 0
+    while start < len(prompts):
+        stop, longest = start + 1, len(prompts[start].ids)
+        while stop < len(prompts):
+            wider = max(longest, len(prompts[stop].ids))
+            if wider * (stop + 1 - start) > tokens:
+                break
+            longest, stop = wider, stop + 1
+        yield collate(prompts[start:stop], device)
+        start = stop
+
+
+def answer_logits(model: Any, hidden: Tensor, batch: Batch) -> Tensor:
+    """fp32 logits [B, A, V] at the answers' predicting columns, from normed hidden states [B, T, E]."""
+    picked = hidden.gather(1, batch.columns[..., None].expand(-1, -1, hidden.shape[-1]))
+    return model.lm_head(picked).float()
+
+
+def answer_nll(logits: Tensor, batch: Batch) -> Tensor:
+    """Mean NLL of each row's answer tokens, nats, [B]."""
+    nll = -logits.log_softmax(-1).gather(-1, batch.targets[..., None])[..., 0]
+    return (nll * batch.real).sum(1) / batch.real.sum(1)
+
+
+def answer_hits(logits: Tensor, batch: Batch) -> Tensor:
+    """Whether every answer token is the argmax: what greedy decoding would have written, [B] bool."""
+    return ((logits.argmax(-1) == batch.targets) | ~batch.real).all(dim=1)
+
+
+@torch.no_grad()
+def run_answers(model: Any, batch: Batch) -> Tensor:
+    """Answer logits of a batch under the model's plan; hybrids and base models alike."""
+    phase = {"prompt_len": batch.prompt_len} if getattr(getattr(model, "plan", None), "phased", False) else {}
+    # right padding is never visible to real tokens, so no mask is built for it
+    hidden = model.model(input_ids=batch.ids, use_cache=False, **phase).last_hidden_state
+    return answer_logits(model, hidden, batch)

@@ -1,0 +1,189 @@
+"""HybridAttention and the decoder layer around it: the base's own modules under their own names, other attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from hybridize.cache import HybridCache
+from hybridize.operators.contract import Chunk, Heads
+from hybridize.operators.registry import build_operator
+from hybridize.plan import AttentionPlan
+
+Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass
+class LayerContext:
+    """What every layer of one forward call shares.
+
+    `rotation` is the base's (cos, sin), [B or 1, T, D] each; `sink_rotation(distance)` the one at
+    min(position, distance), for re-based sinks.
+    """
+
+    chunk: Chunk
+    cache: HybridCache | None
+    rotation: Rotation
+    sink_rotation: Callable[[int], Rotation]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> LayerContext:
+        """Copy to a layer's device; the cache stays, its states live where their layer lives."""
+
+        def move(rotation: Rotation) -> Rotation:
+            return rotation[0].to(device), rotation[1].to(device)
+
+        return LayerContext(
+            self.chunk.to(device), self.cache, move(self.rotation), lambda distance: move(self.sink_rotation(distance))
+        )
+
+
+class HybridAttention(nn.Module):
+    """Runs one operator per span of groups.
+
+    Heads of one operator are contiguous: rows of q, k, v and columns of o are permuted in memory, so spans are slices.
+    State dicts are always in the base's layout; the permutation is undone on the way out and redone on the way in.
+    """
+
+    def __init__(self, base: nn.Module, plan: AttentionPlan, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = plan.geometry.head_dim
+        self.group_size = plan.geometry.group_size
+        self.scaling = base.scaling
+        self.attention_dropout = base.attention_dropout
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = base.q_proj, base.k_proj, base.v_proj, base.o_proj
+        self.q_norm: nn.Module = base.q_norm if hasattr(base, "q_norm") else nn.Identity()
+        self.k_norm: nn.Module = base.k_norm if hasattr(base, "k_norm") else nn.Identity()
+        self.group_order = tuple(range(plan.geometry.kv_heads))  # the order weights have in memory now
+        self.use_plan(plan)
+        self.register_state_dict_post_hook(_to_base_layout)
+        self.register_load_state_dict_pre_hook(_from_base_layout)
+
+    def use_plan(self, plan: AttentionPlan) -> None:
+        """Set the operators; weights keep their order until `permute`."""
+        self.wanted_order = plan.group_order(self.layer)
+        self.span_sizes = [len(groups) for _, groups in plan.spans(self.layer)]
+        self.operators = nn.ModuleList(build_operator(plan.operators[name]) for name, _ in plan.spans(self.layer))
+
+    @torch.no_grad()
+    def permute(self) -> None:
+        """Bring weights from their present order into the plan's."""
+        if self.group_order == self.wanted_order:
+            return
+        index = [self.group_order.index(group) for group in self.wanted_order]
+        for name, dim, heads in self._head_axes():
+            module = getattr(self, name)
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                if key == "bias" and dim == 1:
+                    continue  # o_proj's bias belongs to no head
+                permuted = select_heads(parameter.data, index, heads, self.head_dim, dim if key == "weight" else 0)
+                setattr(module, key, nn.Parameter(permuted, requires_grad=parameter.requires_grad))
+        self.group_order = self.wanted_order
+
+    def _head_axes(self) -> list[tuple[str, int, int]]:
+        """(projection, axis of its weight that heads lie on, heads a group has there)."""
+        return [("q_proj", 0, self.group_size), ("k_proj", 0, 1), ("v_proj", 0, 1), ("o_proj", 1, self.group_size)]
+
+    def base_layout(self, name: str, tensor: Tensor, back: bool) -> Tensor:
+        """A weight of this module in the base's layout from memory layout (`back`), or the other way round."""
+        order = list(self.group_order)
+        if order == sorted(order):
+            return tensor
+        projection, _, key = name.partition(".")
+        for axis_name, dim, heads in self._head_axes():
+            if projection == axis_name and not (key == "bias" and dim == 1):
+                index = [order.index(group) for group in range(len(order))] if back else order
+                return select_heads(tensor, index, heads, self.head_dim, dim if key == "weight" else 0)
+        return tensor
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """hidden [B, T, E] (normed input of the layer) to (output of o_proj [B, T, E], aux of the operators)."""
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        q_raw = self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2)
+        k_raw = self.k_norm(self.k_proj(hidden).view(shape)).transpose(1, 2)
+        v = self.v_proj(hidden).view(shape).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q_raw, k_raw, *context.rotation)
+        states = context.cache.states(self.layer) if context.cache is not None else [None] * len(self.operators)
+        outputs, aux, first = [], {}, 0
+        for operator, groups, state in zip(self.operators, self.span_sizes, states, strict=True):
+            heads = slice(first * self.group_size, (first + groups) * self.group_size)
+            span = slice(first, first + groups)
+            out, extra = operator(self._heads(q, k, v, q_raw, k_raw, hidden, heads, span, context), state)
+            outputs.append(out)
+            aux.update({f"{first}.{name}": value for name, value in extra.items()})
+            first += groups
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return self.o_proj(joined.transpose(1, 2).reshape(*hidden.shape[:-1], -1)), aux
+
+    def _heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_raw: Tensor,
+        k_raw: Tensor,
+        hidden: Tensor,
+        heads: slice,
+        span: slice,
+        context: LayerContext,
+    ) -> Heads:
+        def q_sink(distance: int) -> Tensor:
+            raw = q_raw[:, heads]
+            return apply_rotary_pos_emb(raw, raw, *context.sink_rotation(distance))[0]
+
+        return Heads(
+            q=q[:, heads],
+            k=k[:, span],
+            v=v[:, span],
+            chunk=context.chunk,
+            scale=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            hidden=hidden,
+            q_raw=lambda: q_raw[:, heads],
+            k_raw=lambda: k_raw[:, span],
+            q_sink=q_sink,
+        )
+
+
+def select_heads(weight: Tensor, order: list[int], heads: int, head_dim: int, dim: int) -> Tensor:
+    """Reorder a weight's groups along `dim`, where each group takes `heads * head_dim` entries."""
+    index = torch.arange(weight.shape[dim], device=weight.device).view(len(order), heads * head_dim)[order]
+    return weight.index_select(dim, index.reshape(-1))
+
+
+def _to_base_layout(module: Any, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any) -> None:
+    for name in _own_keys(module, state_dict, prefix):
+        state_dict[prefix + name] = module.base_layout(name, state_dict[prefix + name], back=True)
+
+
+def _from_base_layout(module: Any, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    for name in _own_keys(module, state_dict, prefix):
+        state_dict[prefix + name] = module.base_layout(name, state_dict[prefix + name], back=False)
+
+
+def _own_keys(module: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> list[str]:
+    names = [f"{projection}.{key}" for projection in ("q_proj", "k_proj", "v_proj", "o_proj") for key in ("weight", "bias")]
+    return [name for name in names if prefix + name in state_dict]
+
+
+class HybridDecoderLayer(GradientCheckpointingLayer):
+    """One pre-norm block of any supported family, over the base layer's own submodules."""
+
+    def __init__(self, base: nn.Module, plan: AttentionPlan, layer: int) -> None:
+        super().__init__()
+        self.self_attn = HybridAttention(base.self_attn, plan, layer)
+        self.mlp = base.mlp
+        self.input_layernorm = base.input_layernorm
+        self.post_attention_layernorm = base.post_attention_layernorm
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """hidden [B, T, E] to (hidden [B, T, E], aux of the layer's operators)."""
+        attended, aux = self.self_attn(self.input_layernorm(hidden), context)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), aux

@@ -1,0 +1,99 @@
+"""From a base model to a hybrid and back, in memory, sharing every weight that keeps its layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hybridize.errors import HybridizeError, bad
+from hybridize.families import HYBRID_TYPES, family_of
+from hybridize.modeling import HybridForCausalLM, geometry_of
+from hybridize.plan import AttentionPlan
+
+HYBRID_FIELDS = ("hybrid_plan", "hybrid_allow_beyond_context", "auto_map", "architectures", "model_type")
+
+
+def convert(model: PreTrainedModel, plan: AttentionPlan) -> Any:
+    """A hybrid model that runs `plan`; weights are shared with `model`, except those a mixed layer reorders.
+
+    Args:
+        model: a base causal LM (Llama, Qwen2, Qwen3, Mistral), in any dtype, on any device.
+        plan: a plan made for this base (`geometry_of(model.config)`).
+
+    Raises:
+        HybridizeError: unknown family, a hybrid already, a plan of another base, or quantized weights under a plan that
+            mixes operators inside a layer.
+    """
+    if isinstance(model, HybridForCausalLM):
+        raise bad("model", "a hybrid model", "a base model (use model.set_plan to re-cut a hybrid)")
+    family = family_of(model.config.model_type)
+    if not isinstance(model, family.base_model):
+        raise bad("model", type(model).__name__, family.base_model.__name__)
+    plan.check_base(geometry_of(model.config))
+    config = hybrid_config(model.config, plan)
+    with torch.device("meta"):
+        hybrid = family.model(config)
+    body, base = hybrid.model, model.model
+    body.embed_tokens, body.norm, body.rotary_emb = base.embed_tokens, base.norm, base.rotary_emb
+    hybrid.lm_head = model.lm_head
+    for layer, base_layer in zip(body.layers, base.layers, strict=True):
+        _adopt(layer.self_attn, base_layer.self_attn, ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"))
+        _adopt(layer, base_layer, ("mlp", "input_layernorm", "post_attention_layernorm"))
+    hybrid.generation_config = model.generation_config
+    for name in ("hf_quantizer", "is_quantized", "hf_device_map"):
+        if hasattr(model, name):
+            setattr(hybrid, name, getattr(model, name))
+    hybrid.train(model.training)
+    hybrid.permute_heads()
+    return hybrid
+
+
+def _adopt(target: nn.Module, source: nn.Module, names: tuple[str, ...]) -> None:
+    for name in names:
+        if hasattr(source, name):
+            setattr(target, name, getattr(source, name))
+
+
+def hybrid_config(config: PreTrainedConfig, plan: AttentionPlan) -> PreTrainedConfig:
+    """The base's config with a plan, under our own model_type: a stock loader must not run full attention silently."""
+    family = family_of(config.model_type)
+    values = {key: value for key, value in config.to_dict().items() if key not in HYBRID_FIELDS}
+    made = family.config(**values, hybrid_plan=plan.to_dict())
+    made.architectures = [family.model.__name__]
+    return made
+
+
+def base_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Inverse of `hybrid_config`."""
+    family = family_of(config.model_type)
+    values = {key: value for key, value in config.to_dict().items() if key not in HYBRID_FIELDS}
+    made = family.base_config(**values)
+    made.architectures = [family.base_model.__name__]
+    return made
+
+
+def to_base(model: Any) -> PreTrainedModel:
+    """The base model again, exactly, in its own class and layout (copies the weights).
+
+    Raises:
+        HybridizeError: not a hybrid model.
+    """
+    if model.config.model_type not in HYBRID_TYPES:
+        raise bad("model", model.config.model_type, f"a hybrid, one of {sorted(HYBRID_TYPES)}")
+    return with_weights(family_of(model.config.model_type).base_model, base_config(model.config), model)
+
+
+def with_weights(cls: type[PreTrainedModel], config: PreTrainedConfig, model: Any, extra: dict | None = None) -> Any:
+    """A stock model of class `cls` that carries the hybrid's weights, in the base's layout."""
+    state = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    made = cls(config).to(device=model.device, dtype=model.dtype)
+    missing, unexpected = made.load_state_dict({**state, **(extra or {})}, strict=False)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if unexpected or set(missing) - tied:
+        raise HybridizeError(f"export: got weights that do not fit, missing {missing}, unexpected {unexpected}")
+    made.tie_weights()
+    made.generation_config = model.generation_config
+    return made.eval()

@@ -1,0 +1,1 @@
+"""Text and prompts: bundled public-domain books, user files, needle prompts."""

@@ -1,0 +1,1 @@
+"""What was kept: needle retrieval, perplexity by position."""

@@ -1,0 +1,1 @@
+"""One file a method: a scorer, a budget rule, operators and stages."""

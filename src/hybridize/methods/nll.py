@@ -1,0 +1,89 @@
+"""NLL-guided full-attention layer selection (arXiv 2606.27791), training-free, with its controls.
+
+Keep the base's attention in k of L layers and sinks + sliding window in the rest; pick the k layers by how much each
+one lowers the NLL of an answer that needs the far context. No weight changes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridize.data.needles import Prompt
+from hybridize.errors import bad
+from hybridize.operators.specs import Window
+from hybridize.plan import AttentionPlan, units_for_budget
+from hybridize.scores import Scores
+from hybridize.scoring.lazy import lazy_scores
+from hybridize.scoring.nll import greedy_scores, nll_scores
+
+# nll is the paper's (restore one layer of the all-window model); drop, greedy and backward are the same score asked
+# another way; lazy is LightTransfer's
+SCORERS = ("nll", "drop", "greedy", "backward", "lazy")
+DEFAULT_SELECTOR = "drop"
+RANDOM_SEEDS = range(5)
+
+
+def score(
+    model: Any,
+    prompts: Sequence[Prompt],
+    cheap: Window,
+    selector: str = DEFAULT_SELECTOR,
+    *,
+    budget: float = 0.25,
+    unit: str = "layer",
+    batch_tokens: int = 8192,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scores:
+    """Scores by one of SCORERS. `budget` tells the stepwise ones how far to go.
+
+    Raises:
+        HybridizeError: an unknown selector, or `lazy` asked for groups.
+    """
+    if selector in ("nll", "drop"):
+        base = "window" if selector == "nll" else "full"
+        return nll_scores(model, prompts, cheap, base=base, unit=unit, batch_tokens=batch_tokens, progress=progress)
+    if selector in ("greedy", "backward"):
+        geometry = model.plan.geometry
+        units = geometry.layers * (1 if unit == "layer" else geometry.kv_heads)
+        kept = units_for_budget(units, budget)
+        backward = selector == "backward"
+        steps = max(1, units - kept) if backward else kept
+        return greedy_scores(
+            model, prompts, cheap, steps, backward=backward, unit=unit, batch_tokens=batch_tokens, progress=progress
+        )
+    if selector == "lazy" and unit == "layer":
+        return lazy_scores(model, prompts, cheap, batch_tokens=batch_tokens)
+    raise bad("selector", f"{selector} by {unit}", f"one of {SCORERS} by layer, or by group for all but lazy")
+
+
+def plan_from_scores(scores: Scores, base: AttentionPlan, cheap: Window, budget: float) -> AttentionPlan:
+    """Keep the budget's share of units with the highest scores."""
+    pairs = scores.top_groups(budget, base.geometry.kv_heads)
+    provenance = {"method": "nll", "selector": scores.provenance.get("scorer", "unknown"), "budget": budget}
+    return AttentionPlan.from_groups(base.geometry, pairs, cheap, {**provenance, "unit": scores.unit})
+
+
+def periodic_layers(layers: int, keep: int) -> list[list[int]]:
+    """`keep` layers at one spacing, in every phase: [phase][i] = phase + floor(i * layers / keep)."""
+    steps = [i * layers // keep for i in range(keep)] if keep else []
+    return [[phase + step for step in steps] for phase in range(layers - steps[-1])] if steps else []
+
+
+def random_layers(layers: int, keep: int, seed: int) -> list[int]:
+    return sorted(random.Random(f"layers/{seed}").sample(range(layers), keep))
+
+
+def control_plans(base: AttentionPlan, cheap: Window, budget: float) -> dict[str, AttentionPlan]:
+    """The controls of equal k that need no scores, plus full and all-window, by selector name."""
+    layers = base.geometry.layers
+    keep = units_for_budget(layers, budget)
+    chosen = {f"periodic-{phase}": kept for phase, kept in enumerate(periodic_layers(layers, keep))}
+    chosen |= {f"random-{seed}": random_layers(layers, keep, seed) for seed in RANDOM_SEEDS}
+    plans = {
+        name: AttentionPlan.from_layers(base.geometry, kept, cheap, {"method": "nll", "selector": name, "budget": budget})
+        for name, kept in chosen.items()
+    }
+    nothing = AttentionPlan.from_layers(base.geometry, [], cheap, {"method": "nll", "selector": "all-window", "budget": 0.0})
+    return {"full": AttentionPlan.base(base.geometry), "all-window": nothing, **plans}

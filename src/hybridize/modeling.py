@@ -1,0 +1,332 @@
+"""Base families as hybrid config and model classes: one generic body over the base's own modules, no copied files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple, logging
+
+from hybridize.attention import HybridAttention, HybridDecoderLayer, LayerContext
+from hybridize.cache import HybridCache
+from hybridize.errors import HybridizeError, bad
+from hybridize.generation import HybridGenerationMixin
+from hybridize.operators.contract import Chunk
+from hybridize.plan import AttentionPlan, Geometry
+
+logger = logging.get_logger(__name__)
+
+# fields of a config that say nothing about the function it computes
+VOLATILE = {
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "quantization_config",
+    "bos_token_id", "eos_token_id", "pad_token_id", "hybrid_plan", "hybrid_allow_beyond_context", "model_type", "auto_map",
+    "return_dict", "output_hidden_states", "output_attentions", "_attn_implementation_autoset", "tokenizer_class", "id2label",
+    "label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder", "layer_types",
+}  # fmt: skip
+
+
+def geometry_of(config: PreTrainedConfig) -> Geometry:
+    """What a plan must know of a base (or of a hybrid's base), read from its config."""
+    if plan := getattr(config, "hybrid_plan", None):
+        return AttentionPlan.from_dict(plan).geometry
+    values = config.to_dict()
+    identity = {key: values[key] for key in sorted(values) if key not in VOLATILE}
+    identity["model_type"], identity["windows"] = config.model_type, _base_windows(config)
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    heads = config.num_attention_heads
+    return Geometry(
+        model_type=config.model_type,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=config.num_key_value_heads or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        context=config.max_position_embeddings,
+        windows=tuple(_base_windows(config)),
+        identity=digest,
+    )
+
+
+def _base_windows(config: PreTrainedConfig) -> list[int | None]:
+    window, layers = getattr(config, "sliding_window", None), config.num_hidden_layers
+    if window is None:
+        return [None] * layers
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers  # Mistral slides in every layer
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+class HybridModel:
+    """Body of a hybrid model, mixed into a base body class: embeddings, layers, final norm."""
+
+    _no_split_modules = ["HybridDecoderLayer"]
+    _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = False
+    _can_record_outputs: dict[str, Any] = {}
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        plan = plan_of(config)
+        self.layers = nn.ModuleList(HybridDecoderLayer(layer, plan, i) for i, layer in enumerate(self.layers))
+        self.use_plan(plan)
+
+    def use_plan(self, plan: AttentionPlan) -> None:
+        """Set operators (weights keep their order); prepares what re-based sinks need."""
+        self.plan = plan
+        for layer in self.layers:
+            layer.self_attn.use_plan(plan)
+        rope = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope in ("dynamic", "longrope") and any(getattr(spec, "rebased_distance", None) for spec in plan.specs()):
+            raise bad(
+                "window.sink_positions", "rebased", f"'absolute' on a base whose RoPE is {rope!r}: it changes with length"
+            )
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HybridCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cache: HybridCache | None = None,
+        prompt_len: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states [B, T, E] of input_ids [B, T].
+
+        `attention_mask` [B, T] or [B, past + T]: 1 for real tokens; `prompt_len` [B]: where each row's prompt ends,
+        for plans with decode="full" (generate sets it).
+
+        Raises:
+            HybridizeError: a mask of another shape, a foreign cache, packed sequences, attention maps asked for.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise bad("input_ids, inputs_embeds", "both or neither", "exactly one of them")
+        if output_attentions or (output_attentions is None and getattr(self.config, "output_attentions", False)):
+            raise bad("output_attentions", True, "False: operators never build attention maps")
+        if packed := sorted(key for key in kwargs if key.startswith("cu_seq_lens") or key == "segments"):
+            raise bad(packed[0], "packed sequences", "one document a row: hybrid state does not reset inside a row")
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._cache_for(cache if past_key_values is None else past_key_values, use_cache)
+        chunk, order = open_chunk(hidden, attention_mask, cache, prompt_len)
+        if order is not None:
+            hidden, position_ids = to_content(hidden, order), None if position_ids is None else _rows(position_ids, order)
+        context = self.context(hidden, chunk, cache, position_ids)
+        keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = []
+        for layer in self.layers:
+            if keep:
+                states.append(hidden)
+            hidden, _ = layer(hidden, context)
+        hidden = self.norm(hidden)
+        if cache is not None:
+            cache.end(chunk)
+        if keep:
+            states.append(hidden)
+        if order is not None:
+            back = order.argsort(dim=1)
+            hidden, states = to_content(hidden, back), [to_content(state, back) for state in states]
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden, past_key_values=cache, hidden_states=tuple(states) if keep else None
+        )
+
+    def context(
+        self, hidden: Tensor, chunk: Chunk, cache: HybridCache | None = None, position_ids: Tensor | None = None
+    ) -> LayerContext:
+        """What the layers of one call share; lets a scorer run a part of the layers on its own."""
+        rope_positions = chunk.positions if position_ids is None else position_ids
+
+        def sink_rotation(distance: int) -> tuple[Tensor, Tensor]:
+            # the row's own offset between RoPE and content positions stays, so distances to the sink keys are right
+            shifted = rope_positions - (chunk.positions - distance).clamp_min(0)
+            return self.rotary_emb(hidden, position_ids=shifted)
+
+        return LayerContext(chunk, cache, self.rotary_emb(hidden, position_ids=rope_positions), sink_rotation)
+
+    def _cache_for(self, cache: Any, use_cache: bool | None) -> HybridCache | None:
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if self.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers):
+            if cache is not None:
+                raise bad("past_key_values", "a cache", "None while training with gradient checkpointing")
+            return None
+        if cache is None:
+            return HybridCache(self.plan) if use_cache else None
+        if not isinstance(cache, HybridCache):
+            raise bad("past_key_values", type(cache).__name__, "a HybridCache (model.new_cache())")
+        if cache.plan.assignment != self.plan.assignment or cache.plan.operators != self.plan.operators:
+            raise bad("past_key_values", "a cache of another plan", "a cache made by this model (model.new_cache())")
+        return cache
+
+
+def open_chunk(
+    hidden: Tensor, attention_mask: Tensor | None, cache: HybridCache | None, prompt_len: Tensor | None
+) -> tuple[Chunk, Tensor | None]:
+    """The chunk of one call, and the column order that puts real tokens first ([B, T]; None: no padding)."""
+    batch, tokens = hidden.shape[:2]
+    past = cache.get_seq_length() if cache is not None else 0
+    valid = None
+    if attention_mask is not None:
+        # a static cache's length is on the device: only the mask's last columns can be asked for
+        widths = (tokens, past + tokens) if isinstance(past, int) else (tokens, attention_mask.shape[-1])
+        if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in widths:
+            raise bad("attention_mask", f"shape {tuple(attention_mask.shape)}", f"[{batch}, {' or '.join(map(str, widths))}]")
+        valid = attention_mask[:, -tokens:].to(device=hidden.device, dtype=torch.bool)
+        if tokens == 1 and (cache is None or not isinstance(past, int)):
+            valid = None  # one token alone, or one step of a static cache: it is real
+        elif not torch.compiler.is_compiling() and bool(valid.all()):
+            valid = None
+    order = None if valid is None else (~valid).to(torch.uint8).argsort(dim=1, stable=True)
+    count = None if valid is None else valid.sum(dim=1)
+    if cache is None:
+        positions = torch.arange(tokens, device=hidden.device)[None]
+        prompt_len = None if prompt_len is None else prompt_len.to(hidden.device)
+        return Chunk(positions, 0, count, prompt_len, batch), order
+    if prompt_len is not None:
+        cache.start_prompt(prompt_len.to(hidden.device))
+    return cache.begin(batch, tokens, count, hidden.device), order
+
+
+def to_content(x: Tensor, order: Tensor) -> Tensor:
+    """Reorder the columns of x [B, T, E] by order [B, T]."""
+    return x.gather(1, order[..., None].expand_as(x))
+
+
+def _rows(ids: Tensor, order: Tensor) -> Tensor:
+    return ids.expand_as(order).gather(1, order)
+
+
+class HybridForCausalLM(HybridGenerationMixin):
+    """Hybrid model with its language-model head, mixed into a base causal-LM class."""
+
+    body_class: type[nn.Module]
+    _no_split_modules = HybridModel._no_split_modules
+    _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = False
+    _can_record_outputs: dict[str, Any] = {}
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.model = self.body_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+        if config._attn_implementation not in ("sdpa", None):
+            logger.warning_once(f"attn_implementation={config._attn_implementation!r} has no effect: operators run their own")
+
+    @property
+    def plan(self) -> AttentionPlan:
+        return self.model.plan
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.permute_heads()
+        return loaded
+
+    def permute_heads(self) -> None:
+        """Bring heads into span order; files and state dicts stay in the base's layout.
+
+        Raises:
+            HybridizeError: weights are quantized and some layer mixes operators.
+        """
+        attentions = self.attentions()
+        if any(a.group_order != a.wanted_order for a in attentions) and getattr(self, "hf_quantizer", None) is not None:
+            raise HybridizeError(
+                "quantization: got a quantized model and a plan that mixes operators inside a layer, expected plain weights "
+                "(packed rows cannot be reordered); use a plan of whole layers, or load without quantization"
+            )
+        for attention in attentions:
+            attention.permute()
+
+    def attentions(self) -> list[HybridAttention]:
+        return [layer.self_attn for layer in self.model.layers]
+
+    def set_plan(self, plan: AttentionPlan) -> None:
+        """Re-cut the model to another plan of the same base, in place and without loss."""
+        plan.check_base(self.plan.geometry)
+        self.model.use_plan(plan)
+        self.permute_heads()
+        self.config.hybrid_plan = plan.to_dict()
+
+    @contextmanager
+    def temporary_plan(self, plan: AttentionPlan) -> Iterator[None]:
+        """Run under another plan inside a `with` block."""
+        before = self.plan
+        self.set_plan(plan)
+        try:
+            yield
+        finally:
+            self.set_plan(before)
+
+    def new_cache(self, max_tokens: int | None = None) -> HybridCache:
+        """An empty cache for this model: growing, or static with room for `max_tokens` columns."""
+        return HybridCache(self.plan, max_tokens)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HybridCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cache: HybridCache | None = None,
+        prompt_len: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, T, V] (the last `logits_to_keep` columns of them), loss where labels [B, T] are given."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cache=cache,
+            prompt_len=prompt_len,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, kept, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+
+    create_masks_for_generate: Callable[..., Any] = staticmethod(lambda *_, attention_mask=None, **__: attention_mask)
+
+
+def plan_of(config: PreTrainedConfig) -> AttentionPlan:
+    """The plan a hybrid config carries.
+
+    Raises:
+        HybridizeError: none, a broken one, or one made for another geometry.
+    """
+    data = getattr(config, "hybrid_plan", None)
+    if data is None:
+        raise bad("config.hybrid_plan", None, "a plan; convert a base with hybridize.convert")
+    plan = AttentionPlan.from_dict(data)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    shape = (config.num_hidden_layers, heads, config.num_key_value_heads or heads, head_dim)
+    if plan.geometry.shape() != shape:
+        raise bad("plan.geometry", plan.geometry.shape(), f"{shape}, the config's (layers, heads, kv_heads, head_dim)")
+    return plan

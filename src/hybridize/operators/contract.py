@@ -1,0 +1,135 @@
+"""What an operator is given and what it must answer. No operator knows transformers' cache, masks or families.
+
+Rows reach operators in *content layout*: the model moves padding behind each row's real tokens before the first layer
+and back after the last, so a token's column in a chunk is its content position minus the row's length so far, a causal
+mask alone hides padding, and a left-padded row sees exactly what the row alone sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Chunk:
+    """The tokens of one forward call, for all layers.
+
+    Args:
+        positions: content position of each query, [B, T], or [1, T] where all rows agree.
+        offset: tokens before this chunk where that is one host number for all rows, else None.
+        count: real tokens of each row in this chunk, [B]; None where all T are.
+        prompt_len: [B]; a query at a position below its row's prompt_len is prefill. None: every query is.
+        batch: B.
+    """
+
+    positions: Tensor
+    offset: int | None
+    count: Tensor | None
+    prompt_len: Tensor | None
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        return self.positions.shape[1]
+
+    @property
+    def starts(self) -> Tensor:
+        """Content length of each row before this chunk, [B] or [1]."""
+        return self.positions[:, 0]
+
+    @property
+    def ends(self) -> Tensor:
+        """Content length of each row after this chunk, [B] or [1]."""
+        return self.starts + (self.tokens if self.count is None else self.count)
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Which columns are real tokens, [B, T]; None: all."""
+        if self.count is None:
+            return None
+        return torch.arange(self.tokens, device=self.count.device) < self.count[:, None]
+
+    @property
+    def decoding(self) -> Tensor | None:
+        """Which queries lie behind their row's prompt, [B, T]; None: no query does."""
+        return None if self.prompt_len is None else self.positions >= self.prompt_len[:, None]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Chunk:
+        """Copy to the device of a layer (model split over devices)."""
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+        return replace(self, positions=self.positions.to(device), count=move(self.count), prompt_len=move(self.prompt_len))
+
+
+@dataclass
+class Heads:
+    """One span of groups of one layer: q [B, H, T, D], k and v [B, G, T, D], rotated as the base rotates.
+
+    `hidden` [B, T, E] is the normed input of the layer; `q_raw`, `k_raw` (before RoPE, after q/k norm) and `q_sink`
+    (q_raw rotated at min(position, window + sinks)) are functions, so that only an operator that asks pays for them.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    chunk: Chunk
+    scale: float
+    dropout: float
+    hidden: Tensor
+    q_raw: Callable[[], Tensor]
+    k_raw: Callable[[], Tensor]
+    q_sink: Callable[[int], Tensor]
+
+
+class Operator(nn.Module):
+    """forward(heads, state) -> (out [B, H, T, D], aux): aux is a dict of tensors that the layer returns, never keeps."""
+
+    def forward(self, heads: Heads, state: State | None) -> tuple[Tensor, dict[str, Tensor]]:
+        raise NotImplementedError
+
+    def new_state(self, max_tokens: int | None) -> State:
+        """An empty state; `max_tokens` None for a growing one, else a static, compilable one."""
+        raise NotImplementedError
+
+
+class State:
+    """What one span of one layer remembers. The base class holds keys and values [B, G, S, D]; subclasses say which."""
+
+    def __init__(self) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor, chunk: Chunk) -> None:
+        """Take in the chunk's keys and values [B, G, T, D]."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.k, self.v) if tensor is not None]
+
+    def select_rows(self, index: Tensor) -> None:
+        """Keep, repeat or reorder rows (beam search, best of n)."""
+        if self.k is not None and self.v is not None:
+            self.k, self.v = (t.index_select(0, index.to(t.device)) for t in (self.k, self.v))
+
+    def reset(self) -> None:
+        self.k = self.v = None
+
+
+def write_at(target: Tensor, source: Tensor, start: Tensor) -> None:
+    """In place: target[b, :, start[b] + t] = source[b, :, t]. target [B, G, S, D], source [B, G, T, D], start [B]."""
+    index = start[:, None] + torch.arange(source.shape[2], device=source.device)
+    target.scatter_(2, index[:, None, :, None].expand(source.shape).contiguous(), source)
+
+
+def take(source: Tensor, index: Tensor) -> Tensor:
+    """source[b, :, index[b]] for source [B, G, S, D] and index [B, N] or [1, N]: [B, G, N, D]."""
+    if index.shape[0] == 1:
+        return source.index_select(2, index[0])
+    b, g, _, d = source.shape
+    return source.gather(2, index[:, None, :, None].expand(b, g, index.shape[1], d))

@@ -1,0 +1,83 @@
+"""Full causal attention: the base's own operator, with a state that grows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridize.operators.contract import Chunk, Heads, Operator, State, write_at
+from hybridize.operators.dense import causal_attention, masked_attention
+from hybridize.operators.specs import Full
+
+
+class FullAttention(Operator):
+    """softmax(q k^T) v over every earlier token."""
+
+    def __init__(self, spec: Full) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def new_state(self, max_tokens: int | None) -> State:
+        return GrowingState() if max_tokens is None else StaticState(max_tokens)
+
+    def forward(self, heads: Heads, state: State | None) -> tuple[Tensor, dict[str, Tensor]]:
+        chunk = heads.chunk
+        if state is not None:
+            state.append(heads.k, heads.v, chunk)
+        if state is None or (chunk.offset == 0 and chunk.tokens > 1):
+            return causal_attention(heads.q, heads.k, heads.v, heads.scale, heads.dropout), {}
+        return attend_history(heads, state), {}
+
+
+def attend_history(heads: Heads, state: State) -> Tensor:
+    """Attention over everything a growing or static state holds, the chunk itself included."""
+    chunk = heads.chunk
+    assert state.k is not None and state.v is not None
+    if isinstance(state, GrowingState) and chunk.tokens == 1 and chunk.offset is not None:
+        return causal_attention(heads.q, state.k, state.v, heads.scale, heads.dropout)
+    columns = torch.arange(state.k.shape[2], device=state.k.device)
+    visible = columns <= chunk.positions[:, None, :, None]  # column n holds content position n
+    return masked_attention(heads.q, state.k, state.v, visible, heads.scale, heads.dropout)
+
+
+class GrowingState(State):
+    """Column n holds content position n; columns past a row's length hold nothing that is ever visible."""
+
+    def append(self, k: Tensor, v: Tensor, chunk: Chunk) -> None:
+        if self.k is None or self.v is None:
+            # own memory: a view would pin the whole projection output of the prefill
+            self.k, self.v = k.clone(memory_format=torch.contiguous_format), v.clone(memory_format=torch.contiguous_format)
+            return
+        self.k, self.v = torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)
+        if chunk.offset is None:  # rows differ in length: move the new tokens behind each row's last
+            starts = chunk.starts.expand(k.shape[0])
+            write_at(self.k, k, starts)
+            write_at(self.v, v, starts)
+
+
+class StaticState(State):
+    """The same columns in memory of a fixed size, written in place (CUDA graphs, torch.compile)."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__()
+        self.max_tokens = max_tokens
+
+    def append(self, k: Tensor, v: Tensor, chunk: Chunk) -> None:
+        if self.k is None or self.v is None:
+            self.k, self.v = static_zeros(k, self.max_tokens), static_zeros(v, self.max_tokens)
+        starts = chunk.starts.expand(k.shape[0])
+        write_at(self.k, k, starts)
+        write_at(self.v, v, starts)
+
+    def reset(self) -> None:
+        for tensor in self.tensors():
+            tensor.zero_()
+
+
+def static_zeros(like: Tensor, tokens: int) -> Tensor:
+    """Zeros [B, G, tokens, D] whose address a compiled graph may rely on."""
+    b, g, _, d = like.shape
+    zeros = like.new_zeros(b, g, tokens, d)
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(zeros)
+    return zeros

@@ -1,0 +1,291 @@
+"""AttentionPlan: which operator every group of every layer runs, with its costs. No torch in this file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hybridize.errors import HybridizeError, bad
+from hybridize.files import check_format, read_json, write_json
+from hybridize.operators.specs import DTYPE_BYTES, Full, OperatorSpec, Window, spec_from_dict, spec_to_dict
+
+FORMAT, FORMAT_VERSION = "hybridize-plan", 1
+ROW_BYTES = 16  # a cache holds two int64 per row: content length and prompt length
+
+
+def units_for_budget(units: int, budget: float, allow_none: bool = False) -> int:
+    """Number of units kept at a budget: the share of `units`, rounded half up.
+
+    Raises:
+        HybridizeError: the budget is outside 0..1, or rounds to no unit and `allow_none` is false.
+    """
+    if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 <= budget <= 1:
+        raise bad("budget", budget, "a share between 0 and 1")
+    kept = math.floor(units * budget + 0.5)
+    if kept == 0 and not allow_none:
+        raise bad("budget", budget, f"at least {0.5 / units:.4f}, this rounds to none of {units}")
+    return kept
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a plan must know of its base.
+
+    Args:
+        model_type: the base's transformers `model_type`.
+        layers, heads, kv_heads, head_dim: attention shape; a *group* is one KV head with `heads / kv_heads` query heads.
+        context: positions the base was trained to (`max_position_embeddings`).
+        windows: per layer, the base's own sliding window, or None where it attends to everything.
+        identity: hash of the base's config; a plan only loads onto the same base.
+    """
+
+    model_type: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    windows: tuple[int | None, ...] = ()
+    identity: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "kv_heads", "head_dim", "context"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise bad(f"geometry.{name}", value, "an integer >= 1")
+        if self.heads % self.kv_heads:
+            raise bad("geometry.heads", self.heads, f"a multiple of kv_heads={self.kv_heads}")
+        object.__setattr__(self, "windows", tuple(self.windows) or (None,) * self.layers)
+        if len(self.windows) != self.layers:
+            raise bad("geometry.windows", list(self.windows), f"one entry for each of {self.layers} layers")
+
+    @property
+    def group_size(self) -> int:
+        return self.heads // self.kv_heads
+
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.layers, self.heads, self.kv_heads, self.head_dim
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """operators: named specs; assignment[layer][group]: a name of `operators`, in the base's numbering."""
+
+    geometry: Geometry
+    operators: Mapping[str, OperatorSpec]
+    assignment: tuple[tuple[str, ...], ...]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "assignment", tuple(tuple(row) for row in self.assignment))
+        geometry = self.geometry
+        if len(self.assignment) != geometry.layers:
+            raise bad("plan.assignment", f"{len(self.assignment)} layers", f"{geometry.layers} layers")
+        for layer, row in enumerate(self.assignment):
+            if len(row) != geometry.kv_heads:
+                raise bad(f"plan.assignment[{layer}]", f"{len(row)} groups", f"{geometry.kv_heads} groups")
+            for group, name in enumerate(row):
+                if name not in self.operators:
+                    raise bad(f"plan.assignment[{layer}][{group}]", name, f"one of the operators {sorted(self.operators)}")
+                _check_base_window(self.operators[name], geometry.windows[layer], f"plan.assignment[{layer}][{group}]")
+
+    # -- making plans ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def base(cls, geometry: Geometry) -> AttentionPlan:
+        """The base as it is: full attention, or the base's own window where it has one."""
+        operators: dict[str, OperatorSpec] = {"full": Full()}
+        rows = []
+        for window in geometry.windows:
+            name = "full" if window is None else f"base_window_{window}"
+            if window is not None:
+                operators[name] = Window(window, sinks=0)
+            rows.append((name,) * geometry.kv_heads)
+        return cls(geometry, operators, tuple(rows), {"method": "base"})
+
+    @classmethod
+    def from_groups(
+        cls,
+        geometry: Geometry,
+        keep: Iterable[tuple[int, int]],
+        cheap: OperatorSpec,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> AttentionPlan:
+        """Keep the base's operator in the (layer, group) pairs of `keep`, run `cheap` in all others."""
+        base, kept = cls.base(geometry), set(keep)
+        for layer, group in kept:
+            if not (0 <= layer < geometry.layers and 0 <= group < geometry.kv_heads):
+                raise bad("keep", (layer, group), f"layer < {geometry.layers} and group < {geometry.kv_heads}")
+        rows = tuple(
+            tuple(base.assignment[i][j] if (i, j) in kept else cheap.kind for j in range(geometry.kv_heads))
+            for i in range(geometry.layers)
+        )
+        return cls(geometry, {**base.operators, cheap.kind: cheap}, rows, provenance or {})
+
+    @classmethod
+    def from_layers(
+        cls,
+        geometry: Geometry,
+        keep: Iterable[int],
+        cheap: OperatorSpec,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> AttentionPlan:
+        """Keep the base's operator in every group of the layers of `keep`, run `cheap` in all others."""
+        pairs = [(layer, group) for layer in keep for group in range(geometry.kv_heads)]
+        return cls.from_groups(geometry, pairs, cheap, provenance)
+
+    def with_provenance(self, **more: Any) -> AttentionPlan:
+        return replace(self, provenance={**self.provenance, **more})
+
+    # -- reading plans --------------------------------------------------------------------------------------------
+
+    def spec(self, layer: int, group: int) -> OperatorSpec:
+        return self.operators[self.assignment[layer][group]]
+
+    def spans(self, layer: int) -> list[tuple[str, tuple[int, ...]]]:
+        """(operator name, its groups) of a layer, in order of first appearance: the order heads take in memory."""
+        groups: dict[str, list[int]] = {}
+        for group, name in enumerate(self.assignment[layer]):
+            groups.setdefault(name, []).append(group)
+        return [(name, tuple(members)) for name, members in groups.items()]
+
+    def group_order(self, layer: int) -> tuple[int, ...]:
+        """Base group numbers in memory order; the identity where the layer runs one operator."""
+        return tuple(group for _, groups in self.spans(layer) for group in groups)
+
+    def specs(self) -> list[OperatorSpec]:
+        """Every spec in use, once."""
+        used = {name for row in self.assignment for name in row}
+        return [spec for name, spec in self.operators.items() if name in used]
+
+    @property
+    def phased(self) -> bool:
+        return any(spec.phased for spec in self.specs())
+
+    @property
+    def kept_groups(self) -> list[tuple[int, int]]:
+        """Groups that run what the base runs there."""
+        base = AttentionPlan.base(self.geometry)
+        return [
+            (layer, group)
+            for layer in range(self.geometry.layers)
+            for group in range(self.geometry.kv_heads)
+            if self.spec(layer, group) == base.spec(layer, group)
+        ]
+
+    @property
+    def kept_layers(self) -> list[int]:
+        kept = set(self.kept_groups)
+        return [i for i in range(self.geometry.layers) if all((i, j) in kept for j in range(self.geometry.kv_heads))]
+
+    # -- costs ----------------------------------------------------------------------------------------------------
+
+    def cache_bytes(self, context: int, batch: int = 1, dtype: str = "bfloat16") -> int:
+        """Bytes a dynamic HybridCache holds after `context` tokens in each of `batch` rows."""
+        return batch * (ROW_BYTES + self._sum(lambda spec: spec.cached_tokens(context)) * self._token_bytes(dtype))
+
+    def prefill_flops(self, context: int) -> int:
+        """Attention FLOPs (QK and AV, two per multiply-add) of one row's prefill; projections not counted."""
+        return 4 * self.geometry.head_dim * self.geometry.group_size * self._sum(lambda spec: spec.visible_pairs(context))
+
+    def decode_flops(self, context: int) -> int:
+        """Attention FLOPs of one decoded token that sees `context` tokens, itself included."""
+        return 4 * self.geometry.head_dim * self.geometry.group_size * self._sum(lambda spec: spec.visible_keys(context))
+
+    def check_context(self, context: int, field_name: str = "prompt") -> None:
+        """Refuse a prompt that would meet RoPE distances the base never saw in training.
+
+        Raises:
+            HybridizeError: some operator's distance exceeds the trained context.
+        """
+        for spec in self.specs():
+            if spec.longest_distance(context) > self.geometry.context:
+                raise bad(
+                    field_name,
+                    f"{context} tokens",
+                    f"at most {self.geometry.context}, the trained context of the base ({spec.label()} attention meets "
+                    "larger RoPE distances; a plan of re-based windows alone has no such limit)",
+                )
+
+    def _sum(self, cost: Any) -> int:
+        return sum(cost(self.operators[name]) for row in self.assignment for name in row)
+
+    def _token_bytes(self, dtype: str) -> int:
+        if dtype not in DTYPE_BYTES:
+            raise bad("dtype", dtype, f"one of {sorted(DTYPE_BYTES)}")
+        return 2 * self.geometry.head_dim * DTYPE_BYTES[dtype]  # a key and a value
+
+    # -- people ---------------------------------------------------------------------------------------------------
+
+    def map(self) -> str:
+        """The layer x group map as text, one letter a group, one line a layer; legend below."""
+        width = len(str(self.geometry.layers - 1))
+        lines = [
+            f"{layer:>{width}} " + "".join(self.operators[name].code for name in row)
+            for layer, row in enumerate(self.assignment)
+        ]
+        legend = ", ".join(f"{spec.code} = {spec.label()}" for spec in self.specs())
+        return "\n".join([*lines, legend])
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "geometry": {**asdict(self.geometry), "windows": list(self.geometry.windows)},
+            "operators": {name: spec_to_dict(spec) for name, spec in self.operators.items()},
+            "assignment": [list(row) for row in self.assignment],
+            "provenance": dict(self.provenance),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> AttentionPlan:
+        """Inverse of `to_dict`.
+
+        Raises:
+            HybridizeError: wrong format or version, a missing or unknown field, a value out of range.
+        """
+        data = check_format(data, FORMAT, FORMAT_VERSION)
+        expected = {"format", "format_version", "geometry", "operators", "assignment", "provenance"}
+        if set(data) != expected:
+            raise bad("plan fields", sorted(data), f"{sorted(expected)}")
+        try:
+            geometry = Geometry(**data["geometry"])
+        except TypeError as error:
+            raise HybridizeError(f"plan.geometry: {error}") from None
+        if not isinstance(data["operators"], dict):
+            raise bad("plan.operators", data["operators"], "a mapping of names to specs")
+        operators = {name: spec_from_dict(spec, f"plan.operators.{name}") for name, spec in data["operators"].items()}
+        if not isinstance(data["assignment"], list) or not all(isinstance(row, list) for row in data["assignment"]):
+            raise bad("plan.assignment", data["assignment"], "a list of layers, each a list of operator names")
+        return cls(geometry, operators, tuple(map(tuple, data["assignment"])), data["provenance"])
+
+    def save(self, path: str | Path) -> Path:
+        return write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> AttentionPlan:
+        return cls.from_dict(read_json(path, "plan"))
+
+    def check_base(self, geometry: Geometry) -> None:
+        """Refuse a plan made for another base.
+
+        Raises:
+            HybridizeError: shape, family or config hash differ.
+        """
+        for name in ("model_type", "layers", "heads", "kv_heads", "head_dim", "windows", "identity"):
+            mine, theirs = getattr(self.geometry, name), getattr(geometry, name)
+            if mine != theirs:
+                raise bad(f"plan.geometry.{name}", mine, f"{theirs!r}, as the model has (the plan was made for another base)")
+
+
+def _check_base_window(spec: OperatorSpec, window: int | None, where: str) -> None:
+    # a base that slides was never trained to see further: full attention there would be another model
+    if window is None:
+        return
+    if isinstance(spec, Full) or spec.keeps_everything or spec.size > window:
+        raise bad(where, spec.label(), f"a window of at most {window} tokens, the base's own window in this layer")

@@ -1,0 +1,1 @@
+"""Scorers: a model and prompts in, Scores out."""
