@@ -4,6 +4,7 @@
     python scripts/nll_smollm2.py select   --state S           # scores for every window and decode mode
     python scripts/nll_smollm2.py explore  --state S           # what lifts selection: calibration, groups, stepwise
     python scripts/nll_smollm2.py evaluate --state S           # 100 prompts a cell, teacher-forced argmax
+    python scripts/nll_smollm2.py perplexity --state S         # of full, all-window and the selections at 1/4
     python scripts/nll_smollm2.py generate --state S           # the headline again, by generating
     python scripts/nll_smollm2.py collect  --state S --out results/nll_smollm2.json
 
@@ -21,6 +22,7 @@ import hybridize as hz
 from hybridize.answers import batches, run_answers
 from hybridize.data.needles import KINDS, needle_prompts
 from hybridize.data.text import bundled_text
+from hybridize.evaluation.perplexity import perplexity_rows
 from hybridize.evaluation.retrieval import retrieval_hits, retrieval_rows
 from hybridize.files import read_json, write_json
 from hybridize.loading import load
@@ -45,6 +47,7 @@ class Experiment:
         self.model = hz.convert(self.base, self.full)
         self.lengths = [1024] if args.small else [1024, 2048, 4096, 8192]
         self.count = 4 if args.small else 100
+        self.made = {}
         self.modes = [(size, decode) for decode in ("window", "full") for size in (128, 512)]
 
     def time_left(self):
@@ -63,11 +66,13 @@ class Experiment:
         return read_json(path)
 
     def prompts(self, count, lengths, kinds, seed, part):
-        text = bundled_text(part)
-        made = []
-        for length in lengths:
-            made += needle_prompts(self.tokenizer, text, length=length, count=count, kinds=kinds, seed=seed)
-        return made
+        key = (count, tuple(lengths), tuple(kinds), seed, part)
+        if key not in self.made:
+            text, made = bundled_text(part), []
+            for length in lengths:
+                made += needle_prompts(self.tokenizer, text, length=length, count=count, kinds=kinds, seed=seed)
+            self.made[key] = made
+        return self.made[key]
 
     def calibration(self, name="main"):
         few = 2 if self.args.small else None
@@ -76,7 +81,8 @@ class Experiment:
             "number-1k": (few or 64, [1024], ["number"]),
             "number-2k": (few or 64, [2048], ["number"]),
             "kinds-1k": (few or 64, [1024], sorted(KINDS)),
-            "long": (few or 16, [1024, 2048, 4096, 8192], sorted(KINDS)),
+            "long": (few or 8, [1024, 2048, 4096, 8192], sorted(KINDS)),
+            "few-1k": (few or 16, [1024], ["number"]),
             "multikey": (few or 32, [1024, 2048], ["multikey"]),
             "short": (few or 64, [128 + SINKS], ["number", "words", "code", "friend"]),
         }
@@ -154,15 +160,32 @@ def evaluate(x):
 
 
 def explore(x):
-    """At 1/4, window 128, decode window: which calibration, unit and search give the best selection."""
-    for calibration in ("number-1k", "number-2k", "kinds-1k", "long", "multikey"):
-        for selector in ("nll", "drop", "greedy", "backward"):
+    """At 1/4, window 128, decode window: which calibration and unit give the best selection."""
+    for calibration in ("long", "number-1k", "kinds-1k", "multikey", "number-2k"):
+        for selector in ("nll", "drop", "greedy"):
             scores = x.scores(128, "window", selector, calibration, budget=0.25)
             x.evaluate(f"explore-{selector}-{calibration}-layer", x.plan(scores, 128, "window", 0.25))
-    for selector in ("nll", "drop", "greedy"):
-        calibration = "main" if selector != "greedy" else "number-1k"
-        scores = x.scores(128, "window", selector, calibration, unit="group", budget=0.25)
-        x.evaluate(f"explore-{selector}-{calibration}-group", x.plan(scores, 128, "window", 0.25))
+    for selector in ("nll", "drop"):
+        scores = x.scores(128, "window", selector, unit="group")
+        x.evaluate(f"explore-{selector}-main-group", x.plan(scores, 128, "window", 0.25))
+    scores = x.scores(128, "window", "greedy", "few-1k", unit="group", budget=0.25)
+    x.evaluate("explore-greedy-few-1k-group", x.plan(scores, 128, "window", 0.25))
+
+
+def perplexity(x):
+    """On the evaluation text; decode="full" prefills like decode="window", so one of them is enough."""
+    for size in (128, 512):
+        window = hz.Window(size, SINKS)
+        plans = {"full": x.full, "all-window": control_plans(x.full, window, 0.25)["all-window"]}
+        plans |= {name: x.plan(x.scores(size, "window", name), size, "window", 0.25) for name in ("nll", "drop", "greedy")}
+        for name, plan in plans.items():
+
+            def make(plan=plan):
+                with x.model.temporary_plan(plan):
+                    length, windows = (1024, 2) if x.args.small else (4096, 16)
+                    return perplexity_rows(x.model, x.tokenizer, [bundled_text("evaluation")], length=length, windows=windows)
+
+            x.once(f"ppl-{size}-{name}", make)
 
 
 def generate(x):
@@ -171,7 +194,7 @@ def generate(x):
         plan = x.plan(x.scores(128, decode, "backward"), 128, decode, 0.25)
 
         def make(plan=plan):
-            prompts = x.prompts(8 if x.args.small else 25, x.lengths, ["number"], TEST_SEED, "evaluation")
+            prompts = x.prompts(8 if x.args.small else 10, x.lengths, ["number"], TEST_SEED, "evaluation")
             with x.model.temporary_plan(plan):
                 argmax = retrieval_hits(x.model, prompts, batch_tokens=x.tokens)
                 generated = retrieval_hits(x.model, prompts, method="generate")
@@ -201,6 +224,11 @@ def collect(x):
         for cell in data["rows"]:
             if cell["depth"] is None:
                 rows.append(quality_row(**head, seed=TEST_SEED, layers=data["layers"], groups=data["groups"], **cell))
+    for path in sorted(x.state.glob("ppl-*.json")):
+        _, size, selector = path.stem.split("-", 2)
+        head = dict(selector=selector, operators="full,window", budget={"full": 1.0, "all-window": 0.0}.get(selector, 0.25))
+        head |= dict(window=int(size), sinks=SINKS, decode="window", seed=TEST_SEED)
+        rows += [quality_row(**head, **cell) for cell in json.loads(path.read_text())["data"]]
     for path in sorted(x.state.glob("scores-*.json")):
         piece = json.loads(path.read_text())
         scores = hz.Scores.from_dict(piece["data"])
@@ -225,7 +253,7 @@ def collect(x):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    steps = {f.__name__: f for f in (check, select, explore, evaluate, generate, collect)}
+    steps = {f.__name__: f for f in (check, select, evaluate, perplexity, generate, explore, collect)}
     parser.add_argument("steps", nargs="+", choices=steps)
     parser.add_argument("--state", required=True)
     parser.add_argument("--model", default="smollm2")

@@ -81,7 +81,7 @@ class HybridCache(Cache):
         self.lengths: Tensor | None = None
         self.prompt_len: Tensor | None = None
         self.ragged = False
-        self._columns: int | Tensor = 0
+        self._columns: Any = 0
 
     def states(self, layer: int) -> list[State]:
         return self.layers[layer].states

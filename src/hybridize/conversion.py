@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hybridize.errors import HybridizeError, bad
 from hybridize.families import HYBRID_TYPES, family_of
 from hybridize.modeling import HybridForCausalLM, geometry_of
+from hybridize.operators.specs import DTYPE_BYTES
 from hybridize.plan import AttentionPlan
 
 HYBRID_FIELDS = ("hybrid_plan", "hybrid_allow_beyond_context", "auto_map", "architectures", "model_type")
@@ -97,3 +98,16 @@ def with_weights(cls: type[PreTrainedModel], config: PreTrainedConfig, model: An
     made.tie_weights()
     made.generation_config = model.generation_config
     return made.eval()
+
+
+def memory_estimate(config: PreTrainedConfig, plan: AttentionPlan, context: int, batch: int, dtype: str) -> dict[str, int]:
+    """Bytes that serving needs: weights, cache under `plan`, and the base's cache beside it."""
+    with torch.device("meta"):
+        model = family_of(config.model_type).base_model(base_config(config))
+    parameters = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
+    return {
+        "parameters": parameters,
+        "weights": parameters * DTYPE_BYTES[dtype],
+        "cache": plan.cache_bytes(context, batch, dtype),
+        "base_cache": AttentionPlan.base(plan.geometry).cache_bytes(context, batch, dtype),
+    }

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,11 @@ def _base_windows(config: PreTrainedConfig) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-class HybridModel:
+# the mixins always stand before a base class; a type checker is told which
+Body = PreTrainedModel if TYPE_CHECKING else object
+
+
+class HybridModel(Body):
     """Body of a hybrid model, mixed into a base body class: embeddings, layers, final norm."""
 
     _no_split_modules = ["HybridDecoderLayer"]
@@ -203,7 +207,7 @@ def _rows(ids: Tensor, order: Tensor) -> Tensor:
     return ids.expand_as(order).gather(1, order)
 
 
-class HybridForCausalLM(HybridGenerationMixin):
+class HybridForCausalLM(HybridGenerationMixin, Body):
     """Hybrid model with its language-model head, mixed into a base causal-LM class."""
 
     body_class: type[nn.Module]

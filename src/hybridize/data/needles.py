@@ -18,7 +18,9 @@ KEYS = (
     "quarry rabbit raven ribbon river rocket saddle saffron salmon shadow silver spider spruce statue summer sunset "
     "temple thistle thunder tiger timber tunnel turtle valley velvet violet walnut whisper willow window winter wizard"
 ).split()
-NAMES = "Alice Benjamin Clara Daniel Eleanor Frederick Grace Henry Isabel James Laura Martin Nora Oliver Paula Samuel".split()
+NAMES = (
+    "Alice Benjamin Clara Daniel Eleanor Frederick Grace Henry Isabel James Laura Martin Nora Oliver Paula Samuel"
+).split()
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,14 @@ def _code(rng: random.Random) -> str:
     return "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(4)) + str(rng.randint(100, 999))
 
 
-_MAGIC = dict(
-    statement="One of the special magic numbers for {key} is: {value}.",
-    question="What is the special magic number for {key} mentioned in the provided text?",
-    prefix="The special magic number for {key} mentioned in the provided text is:",
+_MAGIC = (
+    "One of the special magic numbers for {key} is: {value}.",
+    "What is the special magic number for {key} mentioned in the provided text?",
+    "The special magic number for {key} mentioned in the provided text is:",
 )
 KINDS: dict[str, NeedleKind] = {
-    "number": NeedleKind(**_MAGIC, value=_number),
-    "multikey": NeedleKind(**_MAGIC, value=_number, decoys=3),
+    "number": NeedleKind(*_MAGIC, _number),
+    "multikey": NeedleKind(*_MAGIC, _number, decoys=3),
     "words": NeedleKind(
         "The secret words of the {key} society are: {value}.",
         "What are the secret words of the {key} society mentioned in the provided text?",

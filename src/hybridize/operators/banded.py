@@ -37,7 +37,7 @@ def banded_attention(
     Returns:
         [B, H, T, D].
     """
-    b, h, t, d = q.shape
+    b, h, t, _ = q.shape
     g, past, sinks = k.shape[1], k.shape[2] - t, sink_k.shape[2]
     block = min(t, max(64, min(size // 2, 512)))
     blocks = -(-t // block)

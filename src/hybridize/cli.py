@@ -1,0 +1,219 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hybridize import __version__
+from hybridize.errors import HybridizeError
+
+app = typer.Typer(
+    help="Turn a pretrained full-attention LLM into an efficient long-context hybrid, and prove what was kept and saved.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Argument(help="'smollm2' (embedded default), a local folder, a .gguf file, or a hub id.")]
+Out = Annotated[Path, typer.Option(help="Output folder.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that is not empty.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, nothing else.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+DeviceMap = Annotated[str | None, typer.Option(help="As transformers takes it: auto, cuda, cpu.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model folder brings.")]
+Selector = Annotated[str, typer.Option(help="nll (the paper's), drop, greedy, backward, lazy.")]
+Budget = Annotated[float, typer.Option(help="Share of layers (or groups) that keep the base's attention, 0..1.")]
+WindowSize = Annotated[int, typer.Option("--window", help="Window of the others, tokens, the query's own included.")]
+Sinks = Annotated[int, typer.Option(help="First tokens that stay visible.")]
+SinkPositions = Annotated[str, typer.Option(help="absolute, or rebased: RoPE distance to sinks stays bounded.")]
+Decode = Annotated[str, typer.Option(help="window, or full: generated tokens see everything (no memory is saved).")]
+Unit = Annotated[str, typer.Option(help="layer or group.")]
+Prompts = Annotated[int, typer.Option(help="Calibration prompts.")]
+Length = Annotated[int, typer.Option(help="Tokens of a calibration prompt.")]
+Text = Annotated[str, typer.Option(help="Calibration text: 'calibration' (bundled), a .txt or .jsonl file, hub:NAME.")]
+Seed = Annotated[int, typer.Option(help="Seed of the calibration prompts.")]
+BatchTokens = Annotated[int, typer.Option(help="Padded tokens a batch.")]
+TestPrompts = Annotated[int, typer.Option(help="Needle prompts per length and plan.")]
+Lengths = Annotated[str, typer.Option(help="Needle lengths, tokens, comma-separated.")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan.json to use.")]
+ScoresFile = Annotated[Path | None, typer.Option("--scores", help="A scores.json to use instead of scoring.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    out: Out = Path("demo-run"),
+    budget: Budget = 0.25,
+    window: WindowSize = 128,
+    sinks: Sinks = 4,
+    prompts: Prompts = 8,
+    length: Length = 1024,
+    test_prompts: TestPrompts = 20,
+    model: Annotated[str, typer.Option(help="Another model than the embedded default.")] = "smollm2",
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """The whole story on a real 135M model, on a CPU, in minutes: score, convert, prove, report."""
+    from hybridize import verbs
+
+    verbs.demo(_console(as_json), **locals())
+
+
+@app.command()
+def score(
+    model: Model,
+    out: Out,
+    selector: Selector = "drop",
+    budget: Budget = 0.25,
+    window: WindowSize = 128,
+    sinks: Sinks = 4,
+    sink_positions: SinkPositions = "absolute",
+    decode: Decode = "window",
+    unit: Unit = "layer",
+    prompts: Prompts = 8,
+    length: Length = 1024,
+    text: Text = "calibration",
+    seed: Seed = 1,
+    batch_tokens: BatchTokens = 1024,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    trust_remote_code: Trust = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Score every layer or group; writes scores.json."""
+    from hybridize import verbs
+
+    verbs.score(_console(as_json), **locals())
+
+
+@app.command()
+def plan(
+    model: Model,
+    out: Annotated[Path | None, typer.Option(help="Where to write plan.json; without it the plan is only printed.")] = None,
+    scores: ScoresFile = None,
+    selector: Annotated[str | None, typer.Option(help="Without scores: periodic-PHASE, random-SEED or all-window.")] = None,
+    budget: Budget = 0.25,
+    window: WindowSize = 128,
+    sinks: Sinks = 4,
+    sink_positions: SinkPositions = "absolute",
+    decode: Decode = "window",
+    batch: Annotated[int, typer.Option(help="Rows, for the memory estimate.")] = 1,
+    trust_remote_code: Trust = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a plan from scores (or a control), print its map and what it costs; loads no weights."""
+    from hybridize import verbs
+
+    verbs.plan(_console(as_json), **locals())
+
+
+@app.command()
+def convert(
+    model: Model,
+    out: Out,
+    method: Annotated[str, typer.Option(help="nll.")] = "nll",
+    selector: Selector = "drop",
+    budget: Budget = 0.25,
+    window: WindowSize = 128,
+    sinks: Sinks = 4,
+    sink_positions: SinkPositions = "absolute",
+    decode: Decode = "window",
+    unit: Unit = "layer",
+    prompts: Prompts = 8,
+    length: Length = 1024,
+    text: Text = "calibration",
+    seed: Seed = 1,
+    batch_tokens: BatchTokens = 1024,
+    test_prompts: TestPrompts = 20,
+    lengths: Lengths = "1024",
+    plan: PlanFile = None,
+    scores: ScoresFile = None,
+    link: Annotated[bool, typer.Option("--link", help="Write plan and base name only, no copy of the weights.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    trust_remote_code: Trust = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its predicted cost; write nothing.")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a model: score it (or take --scores or --plan), write the hybrid, prove it against the base."""
+    from hybridize import verbs
+
+    verbs.convert(_console(as_json), **locals())
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Model,
+    out: Out,
+    plan: PlanFile = None,
+    test_prompts: TestPrompts = 20,
+    lengths: Lengths = "1024",
+    kinds: Annotated[str, typer.Option(help="Needle kinds, comma-separated.")] = "number",
+    generate: Annotated[bool, typer.Option("--generate", help="Decode greedily instead of teacher-forced argmax.")] = False,
+    text: Annotated[str, typer.Option(help="Text of haystacks and perplexity.")] = "evaluation",
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 2,
+    batch_tokens: BatchTokens = 4096,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    trust_remote_code: Trust = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a converted folder (or a base under --plan) against its base in the same run."""
+    from hybridize import verbs
+
+    verbs.evaluate(_console(as_json), **locals())
+
+
+@app.command()
+def export(
+    model: Model,
+    out: Out,
+    form: Annotated[
+        str, typer.Option(help="base (the base again, exactly) or stock (layer_types of stock classes).")
+    ] = "base",
+    dtype: Dtype = "auto",
+    trust_remote_code: Trust = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a folder that stock transformers, and what builds on it, loads without hybridize."""
+    from hybridize import verbs
+
+    verbs.export(_console(as_json), **locals())
+
+
+def _console(as_json: bool) -> Any:
+    from hybridize.terminal import Terminal
+
+    return Terminal(as_json)
+
+
+def main() -> None:
+    """Entry point: bad input is one clear message and exit code 2."""
+    try:
+        app()
+    except HybridizeError as error:
+        if "--json" in sys.argv:
+            print(json.dumps({"error": str(error)}))
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Small inline SVG charts: no script, no font, no network; every mark is an element that a test can find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 240, 56, 36, 12
+
+
+def _frame(body: str, label: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}" class="chart">{body}</svg>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def short(value: float) -> str:
+    """A number in few characters."""
+    for limit, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def _axis(low: float, high: float, y: Any) -> str:
+    marks = [low + (high - low) * i / 4 for i in range(5)]
+    return "".join(
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 8}" y1="{y(m):.1f}" y2="{y(m):.1f}"/>'
+        + _text(LEFT - 6, y(m) + 4, short(m), "end")
+        for m in marks
+    )
+
+
+def bars(values: Sequence[float], errors: Sequence[float], chosen: Sequence[int], label: str) -> str:
+    """One bar a unit with its standard error; chosen units stand out."""
+    high = max([v + e for v, e in zip(values, errors, strict=True)] + [1e-9])
+    low = min([v - e for v, e in zip(values, errors, strict=True)] + [0.0])
+
+    def y(value: float) -> float:
+        return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    step = (WIDTH - LEFT - 8) / len(values)
+    parts = [_axis(low, high, y)]
+    every = max(1, len(values) // 15)
+    for i, (value, error) in enumerate(zip(values, errors, strict=True)):
+        x, top, bottom = LEFT + i * step, min(y(value), y(0)), max(y(value), y(0))
+        kind = "bar kept" if i in chosen else "bar"
+        parts.append(
+            f'<rect class="{kind}" data-unit="{i}" x="{x + step * 0.15:.1f}" y="{top:.1f}" width="{step * 0.7:.1f}" '
+            f'height="{max(bottom - top, 0.5):.1f}"><title>{i}: {value:.4f} ± {error:.4f}</title></rect>'
+            f'<line class="error" x1="{x + step / 2:.1f}" x2="{x + step / 2:.1f}" y1="{y(value - error):.1f}" '
+            f'y2="{y(value + error):.1f}"/>'
+        )
+        if i % every == 0:
+            parts.append(_text(x + step / 2, HEIGHT - BOTTOM + 16, str(i)))
+    parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "layer"))
+    return _frame("".join(parts), label)
+
+
+def lines(x_values: Sequence[float], series: dict[str, Sequence[float]], label: str) -> str:
+    """Lines over a doubling x axis; names stand at the end of the chart as a legend."""
+    high = max(max(values) for values in series.values()) or 1.0
+
+    def y(value: float) -> float:
+        return TOP + (high - value) / high * (HEIGHT - TOP - BOTTOM)
+
+    def x(i: int) -> float:
+        return LEFT + 16 + i * (WIDTH - LEFT - 40) / max(1, len(x_values) - 1)
+
+    parts = [_axis(0.0, high, y)]
+    parts += [_text(x(i), HEIGHT - BOTTOM + 16, short(value)) for i, value in enumerate(x_values)]
+    for n, (name, values) in enumerate(series.items()):
+        points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(values))
+        parts.append(f'<polyline class="line line-{n}" data-series="{escape(name)}" points="{points}"/>')
+        parts += [
+            f'<circle class="dot line-{n}" cx="{x(i):.1f}" cy="{y(v):.1f}" r="3">'
+            f"<title>{escape(name)}: {short(v)}</title></circle>"
+            for i, v in enumerate(values)
+        ]
+        parts.append(f'<rect class="key line-{n}" x="{LEFT + 12}" y="{TOP + 4 + 18 * n}" width="12" height="12"/>')
+        parts.append(_text(LEFT + 30, TOP + 14 + 18 * n, name, "start"))
+    parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "context, tokens"))
+    return _frame("".join(parts), label)

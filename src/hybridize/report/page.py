@@ -1,0 +1,129 @@
+"""report.html: what was kept and what was saved, on one page that needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from hybridize.files import write_text
+from hybridize.plan import AttentionPlan
+from hybridize.report.charts import bars, lines, short
+from hybridize.scores import Scores
+
+
+def write_report(
+    path: str | Path,
+    *,
+    title: str,
+    plan: AttentionPlan,
+    rows: Sequence[dict[str, Any]],
+    scores: Scores | None = None,
+    facts: dict[str, Any] | None = None,
+    seconds: dict[str, float] | None = None,
+    dtype: str = "bfloat16",
+) -> Path:
+    """Write the page.
+
+    Args:
+        rows: quality rows (design.md's results format); those of method "base" are the reference.
+        facts: shown as name and value at the top.
+        seconds: per phase.
+    """
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["percent"] = lambda value: "–" if value is None else f"{100 * value:.0f} %"
+    environment.filters["short"] = short
+    template = environment.from_string(resources.files("hybridize.report").joinpath("page.html").read_text(encoding="utf-8"))
+    base = AttentionPlan.base(plan.geometry)
+    contexts = [2**i for i in range(10, 18)]
+    names = _variants(rows)
+    html = template.render(
+        title=title,
+        plan=plan,
+        facts=facts or {},
+        seconds=seconds or {},
+        table=_summary(rows, names, plan, base, dtype),
+        heatmaps=[(name, _heatmap(rows, name)) for name in names],
+        score_bars=None if scores is None else Markup(_score_bars(scores, plan)),
+        scorer=None if scores is None else scores.provenance.get("scorer"),
+        cache_lines=Markup(
+            lines(
+                contexts,
+                {
+                    "base": [base.cache_bytes(c, 1, dtype) for c in contexts],
+                    "hybrid": [plan.cache_bytes(c, 1, dtype) for c in contexts],
+                },
+                "cache bytes over context",
+            )
+        ),
+        prefill_lines=Markup(
+            lines(
+                contexts,
+                {
+                    "base": [base.prefill_flops(c) for c in contexts],
+                    "hybrid": [plan.prefill_flops(c) for c in contexts],
+                },
+                "attention FLOPs of a prefill over context",
+            )
+        ),
+        decode_lines=Markup(
+            lines(
+                contexts,
+                {
+                    "base": [base.decode_flops(c) for c in contexts],
+                    "hybrid": [plan.decode_flops(c) for c in contexts],
+                },
+                "attention FLOPs of one decoded token over context",
+            )
+        ),
+    )
+    return write_text(path, html)
+
+
+def _variants(rows: Sequence[dict[str, Any]]) -> list[str]:
+    names = [row["selector"] for row in rows]
+    return sorted(dict.fromkeys(names), key=lambda name: (name != "full", names.index(name)))
+
+
+def _score_bars(scores: Scores, plan: AttentionPlan) -> str:
+    per_layer = scores.values if scores.unit == "layer" else scores.values.max(axis=1)
+    errors = scores.standard_error if scores.unit == "layer" else scores.standard_error.max(axis=1)
+    return bars(per_layer.tolist(), errors.tolist(), plan.kept_layers, "score of each layer")
+
+
+def _summary(
+    rows: Sequence[dict[str, Any]], names: Sequence[str], plan: AttentionPlan, base: AttentionPlan, dtype: str
+) -> list[dict[str, Any]]:
+    lengths = sorted({row["context"] for row in rows if row["task"] == "needle"})
+    table = []
+    for name in names:
+        mine = [row for row in rows if row["selector"] == name]
+        cells = [
+            next((r for r in mine if r["task"] == "needle" and r["context"] == n and r["depth"] is None), None)
+            for n in lengths
+        ]
+        whole = next((r for r in mine if r["task"] == "perplexity" and r["positions"] == [0, r["context"]]), None)
+        first = mine[0]
+        table.append(
+            {
+                "name": name,
+                "layers": first.get("kept"),
+                "cells": list(zip(lengths, cells, strict=True)),
+                "perplexity": whole,
+                "cache": first.get("cache_ratio"),
+                "prefill": first.get("prefill_ratio"),
+                "decode": first.get("decode_ratio"),
+            }
+        )
+    return table
+
+
+def _heatmap(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    cells = [row for row in rows if row["selector"] == name and row["task"] == "needle" and row["depth"] is not None]
+    lengths, depths = sorted({c["context"] for c in cells}), sorted({c["depth"] for c in cells})
+    found = {(c["context"], c["depth"]): c for c in cells}
+    return {"lengths": lengths, "depths": depths, "cells": [[found.get((n, d)) for n in lengths] for d in depths]}

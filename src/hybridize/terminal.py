@@ -1,0 +1,90 @@
+"""What the user sees while a verb runs and at its end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hybridize.report.charts import short
+
+
+class Terminal:
+    """Progress bars and tables on stderr and stdout; with `as_json`, stdout carries one JSON document only."""
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self.console = Console(stderr=as_json)
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+        )
+        self.tasks: dict[str, TaskID] = {}
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    def report(self, what: str, done: int, of: int) -> None:
+        """A progress callback: one bar for each phase, made when it is first heard of."""
+        if what not in self.tasks:
+            self.progress.start()
+            self.tasks[what] = self.progress.add_task(what, total=of)
+        self.progress.update(self.tasks[what], completed=done, total=of)
+
+    def close(self) -> None:
+        self.progress.stop()
+
+    def result(self, data: dict[str, Any]) -> None:
+        """The machine-readable end of a verb."""
+        if self.as_json:
+            print(json.dumps(data, ensure_ascii=False))
+
+    def quality_table(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Quality kept and cost saved of every plan, against the base in the same run."""
+        lengths = sorted({row["context"] for row in rows if row["task"] == "needle"})
+        table = Table(title="kept and saved (needle: share right, 95 % interval; costs: share of the base)")
+        table.add_column("selection")
+        table.add_column("layers", justify="right")
+        for length in lengths:
+            table.add_column(f"needle {length}", justify="right", no_wrap=True)
+        for name in ("perplexity", "cache", "prefill", "decode"):
+            table.add_column(name, justify="right")
+        for selector in dict.fromkeys(row["selector"] for row in rows):
+            mine = [row for row in rows if row["selector"] == selector]
+            cells = [selector, str(mine[0]["kept"])]
+            for length in lengths:
+                cell = next(r for r in mine if r["task"] == "needle" and r["context"] == length and r["depth"] is None)
+                cells.append(f"{cell['score']:.2f} ({cell['low']:.2f}–{cell['high']:.2f})")
+            whole = [r for r in mine if r["task"] == "perplexity" and r["positions"] == [0, r["context"]]]
+            cells.append(f"{whole[0]['score']:.2f}" if whole else "–")
+            cells += [f"{100 * mine[0][key]:.0f} %" for key in ("cache_ratio", "prefill_ratio", "decode_ratio")]
+            table.add_row(*cells)
+        self.console.print(table)
+
+    def seconds_table(self, seconds: dict[str, float]) -> None:
+        table = Table(title="seconds by phase")
+        table.add_column("phase")
+        table.add_column("seconds", justify="right")
+        for name, value in [*seconds.items(), ("all", sum(seconds.values()))]:
+            table.add_row(name, f"{value:.1f}")
+        self.console.print(table)
+
+    def cost_table(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Predicted cost over contexts."""
+        table = Table(title="predicted cost (bf16; attention FLOPs)")
+        for name in rows[0]:
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(*[short(v) if isinstance(v, int) else f"{100 * v:.1f} %" for v in row.values()])
+        self.console.print(table)

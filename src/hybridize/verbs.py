@@ -1,0 +1,383 @@
+"""The verbs behind the command line, over the workflows: each ends with the table a person wants."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from hybridize import checkpoint
+from hybridize.conversion import memory_estimate
+from hybridize.errors import HybridizeError, bad
+from hybridize.families import family_of
+from hybridize.files import check_format, check_output_folder, read_json, write_json
+from hybridize.loading import DEFAULT, Loaded, load
+from hybridize.methods.nll import control_plans
+from hybridize.modeling import geometry_of
+from hybridize.plan import AttentionPlan, units_for_budget
+from hybridize.report.page import write_report
+from hybridize.results import results, write_results
+from hybridize.runs import RunFolder, quiet_libraries
+from hybridize.scores import Scores
+from hybridize.terminal import Terminal
+from hybridize.workflows import Proof, Selection, compute_scores, counted, hybrid_of, plan_of_scores, prove
+
+CONTEXTS = (1024, 4096, 16384, 65536, 131072)
+
+
+def demo(
+    terminal: Terminal,
+    out: Path,
+    budget: float,
+    window: int,
+    sinks: int,
+    prompts: int,
+    length: int,
+    test_prompts: int,
+    model: str,
+    overwrite: bool,
+    **_: Any,
+) -> None:
+    """Score, convert, prove and report on the embedded model."""
+    ask = Selection("drop", budget, window, sinks, prompts=prompts, length=length)
+    proof = Proof(prompts=test_prompts, lengths=(length,))
+    run = RunFolder(out, {"verb": "demo", "model": model, "select": ask.as_config(), "prove": proof.as_config()}, overwrite)
+    _note_resume(terminal, run)
+    seconds: dict[str, float] = {}
+    with quiet_libraries():
+        with counted(seconds, "load"):
+            loaded = load(model)
+            hybrid = hybrid_of(loaded)
+            base = AttentionPlan.base(hybrid.plan.geometry)
+            units_for_budget(base.geometry.layers, budget)
+        with counted(seconds, "score"):
+            scores = compute_scores(run, loaded, hybrid, ask, terminal.report)
+        chosen = plan_of_scores(scores, hybrid, ask)
+        controls = control_plans(base, ask.cheap, budget)
+        plans = {"full": base, "drop": chosen, "all-window": controls["all-window"]}
+        plans |= {name: plan for name, plan in controls.items() if name.startswith("periodic")}
+        with counted(seconds, "prove"):
+            rows = prove(run, loaded, hybrid, plans, proof, terminal.report)
+        with counted(seconds, "save"):
+            hybrid.set_plan(chosen)
+            _save_model(run, loaded, hybrid, scores)
+    terminal.close()
+    _write_run(run, "demo", chosen, scores, rows, seconds, {"model": model, "dtype": str(loaded.model.dtype)[6:]})
+    write_results(run.path / "demo.json", results("demo", rows, seconds=seconds, model=model, layers=chosen.kept_layers))
+    folder = run.finish()
+    terminal.quality_table(_best_and_worst(rows, "periodic"))
+    terminal.seconds_table(seconds)
+    terminal.say(f"plan: full attention stays in layers {chosen.kept_layers}")
+    terminal.say(
+        f"report: {folder / 'report.html'}\nmodel:  {folder / 'model'}  (AutoModelForCausalLM after `import hybridize`)"
+    )
+    terminal.result({"out": str(folder), "rows": rows, "seconds": seconds, "layers": chosen.kept_layers})
+
+
+def score(terminal: Terminal, model: str, out: Path, **options: Any) -> None:
+    """scores.json of a model."""
+    ask = _selection(options)
+    run = RunFolder(out, {"verb": "score", "model": model, "select": ask.as_config()}, options["overwrite"])
+    _note_resume(terminal, run)
+    with quiet_libraries():
+        loaded = _load(model, options)
+        scores = compute_scores(run, loaded, hybrid_of(loaded), ask, terminal.report)
+    terminal.close()
+    scores.save(run.path / "scores.json")
+    folder = run.finish()
+    terminal.say(f"most needed first: {scores.ranking()}\nscores: {folder / 'scores.json'}")
+    terminal.result({"out": str(folder), "ranking": scores.ranking(), "values": scores.values.tolist()})
+
+
+def plan(
+    terminal: Terminal,
+    model: str,
+    out: Path | None,
+    scores: Path | None,
+    selector: str | None,
+    batch: int,
+    trust_remote_code: bool,
+    overwrite: bool,
+    **options: Any,
+) -> None:
+    """A plan from scores or a control, printed with its costs."""
+    with quiet_libraries():
+        config = _config(model, trust_remote_code)
+    base = AttentionPlan.base(geometry_of(config))
+    ask = Selection(**{key: options[key] for key in ("budget", "window", "sinks", "sink_positions", "decode")})
+    if (scores is None) == (selector is None):
+        raise bad("scores, selector", "both or neither", "exactly one of --scores and --selector")
+    if scores is not None:
+        made = plan_of_scores(Scores.load(scores), _Planned(base), ask)
+    else:
+        controls = control_plans(base, ask.cheap, ask.budget)
+        if selector not in controls:
+            raise bad("selector", selector, f"one of {sorted(controls)}")
+        made = controls[selector]
+    _show_plan(terminal, made, memory_estimate(config, made, 8192, batch, "bfloat16"))
+    if out is not None:
+        out = out / "plan.json" if out.suffix != ".json" else out
+        if out.exists() and not overwrite:
+            raise bad("out", str(out), "a new file (or pass --overwrite)")
+        made.save(out)
+        terminal.say(f"plan: {out}")
+    terminal.result({"plan": made.to_dict(), "cost": _costs(made)})
+
+
+def convert(terminal: Terminal, model: str, out: Path, method: str, **options: Any) -> None:
+    """Score, plan, save, prove."""
+    if method != "nll":
+        raise bad("method", method, "'nll'")
+    if options["plan"] is not None and options["scores"] is not None:
+        raise bad("plan, scores", "both", "at most one of --plan and --scores")
+    ask, proof = _selection(options), Proof(options["test_prompts"], _lengths(options["lengths"]))
+    given = Scores.load(options["scores"]) if options["scores"] is not None else None
+    fixed = AttentionPlan.load(options["plan"]) if options["plan"] is not None else None
+    if options["dry_run"]:
+        _dry_run(terminal, model, ask, given, fixed, options["trust_remote_code"])
+        return
+    config = {"verb": "convert", "model": model, "select": ask.as_config(), "prove": proof.as_config()}
+    config |= {"scores": str(options["scores"]), "plan": str(options["plan"]), "link": options["link"]}
+    with quiet_libraries():
+        check_output_folder(out, options["overwrite"])
+        loaded = _load(model, options)
+        hybrid = hybrid_of(loaded)
+        units = hybrid.plan.geometry.layers * (1 if ask.unit == "layer" else hybrid.plan.geometry.kv_heads)
+        units_for_budget(units, ask.budget)
+        if fixed is not None:
+            fixed.check_base(hybrid.plan.geometry)
+        run = RunFolder(out, config, options["overwrite"])
+        _note_resume(terminal, run)
+        seconds: dict[str, float] = {}
+        scores = given
+        with counted(seconds, "score"):
+            if scores is None and fixed is None:
+                scores = compute_scores(run, loaded, hybrid, ask, terminal.report)
+        chosen = fixed or plan_of_scores(scores, hybrid, ask)  # type: ignore[arg-type]
+        base = AttentionPlan.base(chosen.geometry)
+        with counted(seconds, "prove"):
+            rows = prove(run, loaded, hybrid, {"full": base, "hybrid": chosen}, proof, terminal.report)
+        hybrid.set_plan(chosen)
+        with counted(seconds, "save"):
+            if options["link"]:
+                checkpoint.save_linked(chosen, model, run.path / "model", overwrite=True)
+            else:
+                _save_model(run, loaded, hybrid, scores, options["max_shard_size"])
+    terminal.close()
+    _write_run(run, f"{model} by {method}", chosen, scores, rows, seconds, {"model": model})
+    _lift_model(run)
+    folder = run.finish()
+    terminal.quality_table(rows)
+    terminal.seconds_table(seconds)
+    terminal.say(f"model: {folder}\nreport: {folder / 'report.html'}")
+    terminal.result({"out": str(folder), "rows": rows, "seconds": seconds, "layers": chosen.kept_layers})
+
+
+def evaluate(terminal: Terminal, model: str, out: Path, plan: Path | None, **options: Any) -> None:
+    """Quality of a hybrid against its base."""
+    method = "generate" if options["generate"] else "argmax"
+    kinds = tuple(options["kinds"].split(","))
+    proof = Proof(
+        options["test_prompts"], _lengths(options["lengths"]), kinds, options["text"], options["seed"], method,
+        batch_tokens=options["batch_tokens"],
+    )  # fmt: skip
+    given = AttentionPlan.load(plan) if plan is not None else None
+    config = {"verb": "eval", "model": model, "plan": str(plan), "prove": proof.as_config()}
+    with quiet_libraries():
+        loaded = _load(model, options)
+        hybrid = hybrid_of(loaded)
+        if given is not None:
+            given.check_base(hybrid.plan.geometry)
+        run = RunFolder(out, config, options["overwrite"])
+        _note_resume(terminal, run)
+        chosen = given or hybrid.plan
+        base = AttentionPlan.base(chosen.geometry)
+        plans = {"full": base} if chosen.assignment == base.assignment else {"full": base, "hybrid": chosen}
+        seconds: dict[str, float] = {}
+        with counted(seconds, "prove"):
+            rows = prove(run, loaded, hybrid, plans, proof, terminal.report)
+    terminal.close()
+    _write_run(run, model, chosen, None, rows, seconds, {"model": model})
+    folder = run.finish()
+    terminal.quality_table(rows)
+    terminal.say(f"report: {folder / 'report.html'}")
+    terminal.result({"out": str(folder), "rows": rows, "seconds": seconds})
+
+
+def export(terminal: Terminal, model: str, out: Path, form: str, overwrite: bool, **options: Any) -> None:
+    """A hybrid as a stock folder."""
+    check_output_folder(out, overwrite)
+    with quiet_libraries():
+        loaded = _load(model, {**options, "device_map": None})
+        if not loaded.is_hybrid:
+            raise bad("model", model, "a converted folder")
+        folder = checkpoint.export(loaded.model, loaded.tokenizer, out, form, overwrite)
+    terminal.say(f"{form}: {folder}")
+    terminal.result({"out": str(folder), "form": form})
+
+
+class _Planned:
+    """Stands for a model where only its plan is asked for."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self.plan = plan
+
+
+def _selection(options: dict[str, Any]) -> Selection:
+    names = (
+        "selector", "budget", "window", "sinks", "sink_positions", "decode", "unit", "prompts", "length", "text", "seed",
+        "batch_tokens",
+    )  # fmt: skip
+    ask = Selection(**{name: options[name] for name in names})
+    _ = ask.cheap  # its fields are checked before anything is loaded
+    if not 0 <= ask.budget <= 1:
+        raise bad("budget", ask.budget, "a share between 0 and 1")
+    for name in ("prompts", "length", "batch_tokens"):
+        if getattr(ask, name) < 1:
+            raise bad(name, getattr(ask, name), "at least 1")
+    return ask
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise bad("lengths", text, "whole numbers with commas between") from None
+    if any(length < 1 for length in lengths):
+        raise bad("lengths", text, "numbers of at least 1")
+    return lengths
+
+
+def _load(model: str, options: dict[str, Any]) -> Loaded:
+    link = Path(model) / "link.json"
+    if link.is_file():
+        data = check_format(read_json(link, "link"), "hybridize-link", 1)
+        plan = AttentionPlan.load(Path(model) / "plan.json")
+        loaded = _load(checkpoint.check_link(data, plan), options)
+        hybrid = hybrid_of(loaded)
+        hybrid.set_plan(plan)
+        return Loaded(hybrid, loaded.tokenizer, model)
+    return load(
+        model,
+        dtype=options["dtype"],
+        device_map=options["device_map"],
+        trust_remote_code=options["trust_remote_code"],
+    )
+
+
+def _config(model: str, trust_remote_code: bool) -> Any:
+    try:
+        if model == DEFAULT or model.endswith(".gguf"):
+            return load(model).model.config
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        if isinstance(error, HybridizeError):
+            raise
+        raise HybridizeError(f"model: could not read the config of {model!r}: {error}") from error
+    family_of(config.model_type)
+    return config
+
+
+def _save_model(run: RunFolder, loaded: Loaded, hybrid: Any, scores: Scores | None, shard: str = "5GB") -> None:
+    base = loaded.source if Path(loaded.source).exists() else None
+    checkpoint.save(
+        hybrid, loaded.tokenizer, run.path / "model", scores=scores, base=base, overwrite=True, max_shard_size=shard
+    )
+
+
+def _lift_model(run: RunFolder) -> None:
+    # the output folder itself is what from_pretrained is given
+    for file in sorted((run.path / "model").iterdir()):
+        target = run.path / file.name
+        target.unlink(missing_ok=True)
+        shutil.move(file, target)
+    (run.path / "model").rmdir()
+
+
+def _write_run(
+    run: RunFolder,
+    title: str,
+    plan: AttentionPlan,
+    scores: Scores | None,
+    rows: list[dict[str, Any]],
+    seconds: dict[str, float],
+    facts: dict[str, Any],
+) -> None:
+    plan.save(run.path / "plan.json")
+    if scores is not None:
+        scores.save(run.path / "scores.json")
+    made = results(title, rows, seconds=seconds)
+    write_json(run.path / "metrics.json", made)
+    shown = {**facts, "operators": "; ".join(spec.label() for spec in plan.specs()), "device": made["device"]}
+    shown |= {"date": made["date"], "versions": ", ".join(f"{k} {v}" for k, v in made["versions"].items())}
+    write_report(
+        run.path / "report.html",
+        title=f"hybridize: {title}",
+        plan=plan,
+        rows=rows,
+        scores=scores,
+        facts=shown,
+        seconds=seconds,
+    )
+
+
+def _best_and_worst(rows: list[dict[str, Any]], prefix: str) -> list[dict[str, Any]]:
+    """All rows, but of the selectors that start with `prefix` only the best and the worst."""
+    means = {
+        row["selector"]: row["score"]
+        for row in rows
+        if row["selector"].startswith(prefix) and row["task"] == "needle" and row["depth"] is None
+    }
+    if len(means) < 3:
+        return rows
+    shown = {max(means, key=lambda name: means[name]), min(means, key=lambda name: means[name])}
+    return [row for row in rows if not row["selector"].startswith(prefix) or row["selector"] in shown]
+
+
+def _note_resume(terminal: Terminal, run: RunFolder) -> None:
+    if run.resumed:
+        terminal.say(f"going on with the unfinished run in {run.path}")
+
+
+def _costs(plan: AttentionPlan) -> list[dict[str, Any]]:
+    base = AttentionPlan.base(plan.geometry)
+    return [
+        {
+            "context": n,
+            "cache bytes": plan.cache_bytes(n),
+            "of base": plan.cache_bytes(n) / base.cache_bytes(n),
+            "prefill FLOPs": plan.prefill_flops(n),
+            "prefill of base": plan.prefill_flops(n) / base.prefill_flops(n),
+            "decode FLOPs": plan.decode_flops(n),
+            "decode of base": plan.decode_flops(n) / base.decode_flops(n),
+        }
+        for n in CONTEXTS
+    ]
+
+
+def _show_plan(terminal: Terminal, plan: AttentionPlan, memory: dict[str, int]) -> None:
+    terminal.say(plan.map())
+    terminal.cost_table(_costs(plan))
+    gigabytes = {name: f"{value / 1e9:.3f} GB" for name, value in memory.items() if name != "parameters"}
+    terminal.say(f"memory at 8192 tokens, bf16: {gigabytes}")
+
+
+def _dry_run(
+    terminal: Terminal, model: str, ask: Selection, given: Scores | None, fixed: AttentionPlan | None, trust: bool
+) -> None:
+    with quiet_libraries():
+        config = _config(model, trust)
+    base = AttentionPlan.base(geometry_of(config))
+    if fixed is not None:
+        fixed.check_base(base.geometry)
+        made = fixed
+    elif given is not None:
+        made = plan_of_scores(given, _Planned(base), ask)
+    else:
+        keep = units_for_budget(base.geometry.layers, ask.budget)
+        terminal.say(f"which {keep} layers stay is known after scoring; what they cost does not depend on it:")
+        made = AttentionPlan.from_layers(base.geometry, range(keep), ask.cheap)
+    _show_plan(terminal, made, memory_estimate(config, made, 8192, 1, "bfloat16"))
+    terminal.result({"plan": made.to_dict(), "cost": _costs(made)})
