@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,10 @@ class HybridAttention(nn.Module):
             return
         index = [self.group_order.index(group) for group in self.wanted_order]
         for name, dim, heads in self._head_axes():
-            module = getattr(self, name)
+            # a new module over the same class: the base that this one was adopted from keeps its own weights and order
+            module = copy.copy(getattr(self, name))
+            module._parameters = dict(module._parameters)
+            setattr(self, name, module)
             for key, parameter in list(module.named_parameters(recurse=False)):
                 if key == "bias" and dim == 1:
                     continue  # o_proj's bias belongs to no head

@@ -61,8 +61,10 @@ def _base_windows(config: PreTrainedConfig) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-# the mixins always stand before a base class; a type checker is told which
-Body = PreTrainedModel if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    from typing import Any as Body  # the mixins always stand before a base class, whose attributes they use
+else:
+    Body = object
 
 
 class HybridModel(Body):
@@ -75,7 +77,9 @@ class HybridModel(Body):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         plan = plan_of(config)
-        self.layers = nn.ModuleList(HybridDecoderLayer(layer, plan, i) for i, layer in enumerate(self.layers))
+        self.layers: nn.ModuleList = nn.ModuleList(
+            HybridDecoderLayer(layer, plan, i) for i, layer in enumerate(self._modules["layers"].children())
+        )
         self.use_plan(plan)
 
     def use_plan(self, plan: AttentionPlan) -> None:
