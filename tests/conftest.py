@@ -75,7 +75,11 @@ def make_plan(model, operator):
         if operator == "full":
             return hz.AttentionPlan.base(geometry)
         return hz.AttentionPlan.from_layers(geometry, [], OPERATORS[operator])
-    rows = [("window", "full", "window"), ("full", "window_rebased", "full"), ("window_full_decode", "window_no_sinks", "full")]
+    rows = [
+        ("window", "full", "window"),
+        ("full", "window_rebased", "full"),
+        ("window_full_decode", "window_no_sinks", "full"),
+    ]
     return hz.AttentionPlan(geometry, OPERATORS, rows)
 
 

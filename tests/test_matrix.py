@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import BASES, OPERATORS, make_base, make_plan
 from transformers import AutoModelForCausalLM
 
 import hybridize as hz
+from conftest import BASES, OPERATORS, make_base, make_plan
 
 pytestmark = pytest.mark.matrix
 PROMPT_LEN = 30

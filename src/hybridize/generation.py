@@ -34,6 +34,12 @@ class HybridGenerationMixin(GenerationMixin):
         inputs = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         if isinstance(inputs, Tensor) and not getattr(self.config, "hybrid_allow_beyond_context", False):
             self.plan.check_context(inputs.shape[1])
+        if self.plan.phased:
+            prompt = inputs if isinstance(inputs, Tensor) else kwargs.get("inputs_embeds")
+            if prompt is None:
+                raise bad("input_ids", None, "a prompt: decode='full' must know where it ends")
+            # everything in the inputs is prompt, also what an earlier turn generated: it will not be asked again
+            kwargs["prompt_len"] = torch.full((len(prompt),), prompt.shape[1], device=prompt.device)
         return super().generate(*args, **kwargs)
 
     def _prepare_cache_for_generation(
@@ -61,8 +67,7 @@ class HybridGenerationMixin(GenerationMixin):
         elif given is not None:
             given._is_user_defined = True
         if self.plan.phased and mask is not None:
-            # everything in the inputs is prompt, also what an earlier turn generated: it will not be asked again
-            model_kwargs["prompt_len"] = mask.sum(dim=1)
+            model_kwargs["prompt_len"] = mask.sum(dim=1)  # padding is no prompt; without a mask there is none
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
