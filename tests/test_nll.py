@@ -1,5 +1,6 @@
 """NLL-guided selection: exact suffix reuse and its cost, the score itself, selectors and controls."""
 
+import re
 
 import numpy as np
 import pytest

@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hybridize.conversion import HYBRID_FIELDS, base_config, to_base, with_weights
@@ -49,7 +50,7 @@ def save(
     if model.config.model_type not in HYBRID_TYPES:
         raise bad("model", model.config.model_type, f"a hybrid, one of {sorted(HYBRID_TYPES)}")
     with atomic_folder(folder, overwrite) as temporary:
-        model.save_pretrained(temporary, max_shard_size=max_shard_size)
+        _save_weights(model, temporary, max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         model.plan.save(temporary / "plan.json")
@@ -60,6 +61,13 @@ def save(
         if remote_code:
             write_remote_code(temporary, model.config)
     return Path(folder)
+
+
+def _save_weights(model: Any, folder: Path, max_shard_size: str = "5GB") -> None:
+    try:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise HybridizeError(f"could not write the weights: {error}; the previous folder, if any, is intact") from error
 
 
 def copy_licence(base: str, folder: Path) -> list[str]:
@@ -122,7 +130,7 @@ def export(model: Any, tokenizer: Any, folder: str | Path, form: str, overwrite:
         raise bad("form", form, "'base' or 'stock'")
     made = to_base(model) if form == "base" else to_stock(model)
     with atomic_folder(folder, overwrite) as temporary:
-        made.save_pretrained(temporary)
+        _save_weights(made, temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
     return Path(folder)

@@ -5,6 +5,7 @@ A kill or a full disk at any point leaves either the old artefact or the new one
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 from hybridize.errors import HybridizeError, bad
 
 TEMPORARY = ".hybridize-tmp"
+OLD = ".hybridize-old"
 
 
 def write_bytes(path: str | Path, data: bytes) -> Path:
@@ -74,23 +76,32 @@ def check_format(data: Any, kind: str, version: int) -> dict[str, Any]:
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
-    """Rename a finished temporary folder over `final`; the old folder is removed only after the new one is in place."""
-    old = final.with_name(final.name + TEMPORARY + "-old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        os.replace(final, old)
-    try:
+    """Put a finished temporary folder in the place of `final`, in one step where the system can exchange names."""
+    if not final.exists():
         os.replace(temporary, final)
-    except OSError:
-        if old.exists():
-            os.replace(old, final)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        return
+    if not exchange_names(temporary, final):
+        old = final.with_name(final.name + OLD)
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(final, old)
+        os.replace(temporary, final)
+        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def exchange_names(a: Path, b: Path) -> bool:
+    """Swap two names atomically (Linux renameat2); False where the system or file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0
 
 
 def recover_folder(final: Path) -> None:
     """Undo a kill between the two renames of `replace_folder`: put the old folder back under its name."""
-    old = final.with_name(final.name + TEMPORARY + "-old")
+    old = final.with_name(final.name + OLD)
     if old.exists() and not final.exists():
         os.replace(old, final)
 
