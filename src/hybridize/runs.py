@@ -37,7 +37,7 @@ class RunFolder:
         self.path = self.out.with_name(self.out.name + ".partial")
         self.config = config
         self.seconds: dict[str, float] = {}
-        asked = {"format": FORMAT, "format_version": FORMAT_VERSION, "config": config}
+        self.asked = asked = {"format": FORMAT, "format_version": FORMAT_VERSION, "config": config}
         if (self.path / "run.json").exists():
             found = check_format(read_json(self.path / "run.json", "run"), FORMAT, FORMAT_VERSION)
             if found != asked:
@@ -53,8 +53,12 @@ class RunFolder:
         elif self.path.exists():
             shutil.rmtree(self.path)  # killed before its first file: nothing to lose
         self.resumed = self.path.exists()
-        write_json(self.path / "run.json", asked)
-        self.log(f"{'resumed' if self.resumed else 'started'}: {config}")
+
+    def begin(self) -> None:
+        """Make the folder, when the first thing is about to be written: a refused question leaves nothing behind."""
+        if not (self.path / "run.json").exists():
+            write_json(self.path / "run.json", self.asked)
+            self.log(f"started: {self.config}")
 
     def log(self, text: str) -> None:
         """Append a line with the time to log.txt."""
@@ -70,6 +74,7 @@ class RunFolder:
             start = time.perf_counter()
             data = make()
             done = {"seconds": time.perf_counter() - start, "data": data}
+            self.begin()
             write_json(path, done)
             self.log(f"step {name}: {done['seconds']:.1f} s")
         self.seconds[name] = done["seconds"]
@@ -77,6 +82,7 @@ class RunFolder:
 
     def finish(self) -> Path:
         """Drop the step files, sync everything, and rename the partial folder to `out`."""
+        self.begin()
         self.log("finished")
         shutil.rmtree(self.path / "steps", ignore_errors=True)
         try:

@@ -85,6 +85,7 @@ def score(terminal: Terminal, model: str, out: Path, **options: Any) -> None:
         loaded = _load(model, options)
         scores = compute_scores(run, loaded, hybrid_of(loaded), ask, terminal.report)
     terminal.close()
+    run.begin()
     scores.save(run.path / "scores.json")
     folder = run.finish()
     terminal.say(f"most needed first: {scores.ranking()}\nscores: {folder / 'scores.json'}")
@@ -162,6 +163,7 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
         hybrid.set_plan(chosen)
         with counted(seconds, "save"):
             if options["link"]:
+                run.begin()
                 checkpoint.save_linked(chosen, model, run.path / "model", overwrite=True)
             else:
                 _save_model(run, loaded, hybrid, scores, options["max_shard_size"])
@@ -281,6 +283,7 @@ def _config(model: str, trust_remote_code: bool) -> Any:
 
 
 def _save_model(run: RunFolder, loaded: Loaded, hybrid: Any, scores: Scores | None, shard: str = "5GB") -> None:
+    run.begin()
     base = loaded.source if Path(loaded.source).exists() else None
     checkpoint.save(
         hybrid, loaded.tokenizer, run.path / "model", scores=scores, base=base, overwrite=True, max_shard_size=shard
@@ -305,6 +308,7 @@ def _write_run(
     seconds: dict[str, float],
     facts: dict[str, Any],
 ) -> None:
+    run.begin()
     plan.save(run.path / "plan.json")
     if scores is not None:
         scores.save(run.path / "scores.json")

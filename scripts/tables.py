@@ -1,0 +1,178 @@
+"""Write the tables of docs/ from results/: what stands between two markers is never typed by hand.
+
+python scripts/tables.py           # rewrite
+python scripts/tables.py --check   # fail where a table is not what its results say
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(name):
+    path = ROOT / "results" / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def table(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|" + "|".join(" --- " for _ in head) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+def cell(score):
+    return f"{score:.2f}"
+
+
+def needle(rows, **match):
+    """Scores by length of the rows that match, in the order of lengths; None where there are none."""
+    found = {r["context"]: r for r in rows if r["task"] == "needle" and all(r.get(k) == v for k, v in match.items())}
+    return [found[n] for n in sorted(found)] or None
+
+
+SELECTORS = ("nll", "drop", "greedy", "backward", "lazy")
+
+
+def nll_main(data):
+    """One row a selection: periodic by best and worst phase, random by mean of seeds."""
+    rows = [r for r in data["rows"] if not r.get("explore")]
+    lengths = sorted({r["context"] for r in rows if r["task"] == "needle"})
+    blocks = []
+    base = needle(rows, selector="full")
+    for size, decode in ((128, "window"), (512, "window"), (128, "full"), (512, "full")):
+        body = [["full", "30", *[cell(r["score"]) for r in base], cell(mean(base)), "1.00"]]
+        for budget in (0.5, 0.25, 0.125):
+            at = dict(window=size, decode=decode, budget=budget)
+            shown = [(name, needle(rows, selector=name, **at)) for name in SELECTORS]
+            periodic = {r["selector"]: needle(rows, selector=r["selector"], **at) for r in rows if "periodic" in r["selector"]}
+            periodic = {k: v for k, v in periodic.items() if v}
+            best, worst = max(periodic, key=lambda k: mean(periodic[k])), min(periodic, key=lambda k: mean(periodic[k]))
+            shown += [(f"periodic, best phase ({best[-1]})", periodic[best]), ("periodic, worst phase", periodic[worst])]
+            for name, cells in shown:
+                scores = [cell(r["score"]) for r in cells]
+                body.append([name, len(cells[0]["layers"]), *scores, cell(mean(cells)), cell(mean(cells) / mean(base))])
+            seeds = [needle(rows, selector=f"random-{s}", **at) for s in range(5)]
+            scores = [cell(sum(s[i]["score"] for s in seeds) / 5) for i in range(len(lengths))]
+            share = sum(mean(s) for s in seeds) / 5
+            body.append(["random, mean of 5", len(seeds[0][0]["layers"]), *scores, cell(share), cell(share / mean(base))])
+        none = needle(rows, selector="all-window", window=size, decode=decode)
+        body.append(["all-window", 0, *[cell(r["score"]) for r in none], cell(mean(none)), cell(mean(none) / mean(base))])
+        title = f"**Window {size} + 4 sinks, decode {decode}**"
+        blocks.append(f"{title}\n\n{table(['selection', 'layers', *lengths, 'mean', 'of full'], body)}")
+    return "\n\n".join(blocks)
+
+
+def mean(cells):
+    return sum(r["score"] for r in cells) / len(cells)
+
+
+def nll_explore(data):
+    rows = [r for r in data["rows"] if r.get("explore")]
+    base = needle(data["rows"], selector="full")
+    body = []
+    seen = sorted({(r["calibration"], r["unit"], r["selector"]) for r in rows})
+    for calibration, unit, selector in seen:
+        cells = needle(rows, calibration=calibration, unit=unit, selector=selector)
+        body.append(
+            [calibration, selector, *[cell(r["score"]) for r in cells], cell(mean(cells)), cell(mean(cells) / mean(base))]
+        )
+    main = [r for r in data["rows"] if not r.get("explore")]
+    for selector in ("nll", "drop", "greedy"):
+        cells = needle(main, selector=selector, window=128, decode="window", budget=0.25)
+        body.append(["main", selector, *[cell(r["score"]) for r in cells], cell(mean(cells)), cell(mean(cells) / mean(base))])
+    body.sort(key=lambda row: -float(row[-2]))
+    return table(["calibration", "selector", *sorted({r["context"] for r in base}), "mean", "of full"], body)
+
+
+def nll_cost(data):
+    body = [
+        [s["name"], s["prompts"], s["forwards_per_prompt"], f"{s['seconds']:.1f}"]
+        for s in data["selection"]
+        if s["name"].startswith("128-window") and s["name"].endswith("main-layer")
+    ]
+    return table(["scores", "prompts", "forward passes a prompt", "seconds on the H200"], body)
+
+
+def nll_perplexity(data):
+    body = []
+    for size in (128, 512):
+        for selector in ("full", "greedy", "drop", "nll", "all-window"):
+            rows = [r for r in data["rows"] if r["task"] == "perplexity" and (r["selector"], r["window"]) == (selector, size)]
+            whole = next(r for r in rows if r["positions"] == [0, r["context"]])
+            last = max(rows, key=lambda r: r["positions"][0])
+            body.append([size, selector, f"{whole['score']:.2f}", f"{last['score']:.2f}"])
+    return table(["window", "selection", "perplexity, 4K tokens", "of the last bucket"], body)
+
+
+def nll_layers(data):
+    """The drop score with its standard error and how often a bootstrap keeps the layer at 1/4."""
+    item = next(s for s in data["selection"] if s["name"] == "128-window-drop-main-layer")
+    order = item["ranking"][:12]
+    body = [[i, item["values"][i], item["standard_error"][i], f"{100 * item['stability'][i]:.0f} %"] for i in order]
+    return table(["layer", "drop score, nats", "standard error", "kept by a bootstrap at 1/4"], body)
+
+
+def demo(data):
+    rows, body = data["rows"], []
+    means = {r["selector"]: r["score"] for r in rows if r["task"] == "needle" and r["depth"] is None}
+    periodic = {k: v for k, v in means.items() if k.startswith("periodic")}
+    best, worst = max(periodic, key=periodic.get), min(periodic, key=periodic.get)
+    for selector, name in (
+        ("full", "full (the base)"), ("drop", "NLL-guided (drop)"), (best, f"{best}, the best phase"),
+        (worst, f"{worst}, the worst"), ("all-window", "all-window"),
+    ):  # fmt: skip
+        mine = [r for r in rows if r["selector"] == selector]
+        right = next(r for r in mine if r["task"] == "needle" and r["depth"] is None)
+        loss = next(r for r in mine if r["task"] == "perplexity" and r["positions"] == [0, r["context"]])
+        costs = [f"{100 * mine[0][k]:.0f} %" for k in ("cache_ratio", "prefill_ratio", "decode_ratio")]
+        score = f"{right['score']:.2f} ({right['low']:.2f}–{right['high']:.2f})"
+        body.append([name, mine[0]["kept"], score, f"{loss['score']:.2f}", *costs])
+    text = table(["selection", "layers", "needle, 1K", "perplexity", "cache", "attention, prefill", "attention, decode"], body)
+    phases = ", ".join(f"{name} {value:.0f} s" for name, value in data["seconds"].items())
+    return f"{text}\n\n{phases}; {sum(data['seconds'].values()):.0f} s in all ({data['device']})."
+
+
+def cache(data):
+    body = [
+        [r["context"], f"{r['base_bytes'] / 1e6:.1f} MB", f"{r['bytes'] / 1e6:.1f} MB", f"{100 * r['ratio']:.1f} %",
+         "yes" if r["bytes"] == r["formula"] else "no"]
+        for r in data["rows"]
+    ]  # fmt: skip
+    return table(["tokens", "base cache", "hybrid cache", "ratio", "equals plan.cache_bytes()"], body)
+
+
+TABLES = {
+    "docs/nll.md": {
+        "nll-main": (nll_main, "nll_smollm2"),
+        "nll-explore": (nll_explore, "nll_smollm2"),
+        "nll-cost": (nll_cost, "nll_smollm2"),
+        "nll-perplexity": (nll_perplexity, "nll_smollm2"),
+        "nll-layers": (nll_layers, "nll_smollm2"),
+        "cache": (cache, "cache_smollm2"),
+    },
+    "README.md": {"demo": (demo, "demo_smollm2")},
+}
+
+
+def main():
+    stale = []
+    for name, tables in TABLES.items():
+        path = ROOT / name
+        text = made = path.read_text()
+        for mark, (make, source) in tables.items():
+            start, end = f"<!-- {mark}: from results/{source}.json -->\n", "<!-- end -->"
+            before, found, rest = made.partition(start)
+            if not found:
+                raise SystemExit(f"{name}: no marker {start.strip()}")
+            made = before + start + make(load(source)) + "\n" + end + rest.partition(end)[2]
+        if made != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(made)
+    if stale and "--check" in sys.argv:
+        raise SystemExit(f"not what results/ say: {', '.join(stale)}; run python scripts/tables.py")
+
+
+if __name__ == "__main__":
+    main()
