@@ -17,7 +17,7 @@ def load(name):
 
 
 def table(head, rows):
-    lines = ["| " + " | ".join(head) + " |", "|" + "|".join(" --- " for _ in head) + "|"]
+    lines = ["| " + " | ".join(map(str, head)) + " |", "|" + "|".join(" --- " for _ in head) + "|"]
     return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
 
 
@@ -87,7 +87,7 @@ def nll_explore(data):
 
 def nll_cost(data):
     body = [
-        [s["name"], s["prompts"], s["forwards_per_prompt"], f"{s['seconds']:.1f}"]
+        [s["scorer"], s["prompts"], s["forwards_per_prompt"], f"{s['seconds']:.1f}"]
         for s in data["selection"]
         if s["name"].startswith("128-window") and s["name"].endswith("main-layer")
     ]

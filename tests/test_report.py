@@ -76,7 +76,7 @@ def test_report_in_a_browser(tmp_path):
                 assert re.search(rf'data-context="{context}" data-depth="{depth}"[^>]*>{share}<', figure)
         assert f'data-selector="{name}"' in dom
     for chart in ("cache", "prefill", "decode"):
-        assert len(re.findall("<polyline", dom.split(f'<div id="{chart}">')[1].split("</div>")[0])) == 2
+        assert len(re.findall("<polyline", dom.split(f'<div id="{chart}"')[1].split("</div>")[0])) == 2
     assert "&lt;b&gt;&amp;tiny&lt;/b&gt;" in dom
 
 

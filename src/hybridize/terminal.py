@@ -54,11 +54,11 @@ class Terminal:
         """Quality kept and cost saved of every plan, against the base in the same run."""
         lengths = sorted({row["context"] for row in rows if row["task"] == "needle"})
         table = Table(title="kept and saved (needle: share right, 95 % interval; costs: share of the base)")
-        table.add_column("selection")
+        table.add_column("selection", no_wrap=True)
         table.add_column("layers", justify="right")
         for length in lengths:
             table.add_column(f"needle {length}", justify="right", no_wrap=True)
-        for name in ("perplexity", "cache", "prefill", "decode"):
+        for name in ("ppl", "cache", "prefill", "decode"):
             table.add_column(name, justify="right")
         for selector in dict.fromkeys(row["selector"] for row in rows):
             mine = [row for row in rows if row["selector"] == selector]

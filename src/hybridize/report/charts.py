@@ -60,8 +60,8 @@ def bars(values: Sequence[float], errors: Sequence[float], chosen: Sequence[int]
     return _frame("".join(parts), label)
 
 
-def lines(x_values: Sequence[float], series: dict[str, Sequence[float]], label: str) -> str:
-    """Lines over a doubling x axis; names stand at the end of the chart as a legend."""
+def lines(x_values: Sequence[int], series: dict[str, Sequence[float]], label: str) -> str:
+    """Lines over contexts that double from 1K on, with a legend."""
     high = max(max(values) for values in series.values()) or 1.0
 
     def y(value: float) -> float:
@@ -71,7 +71,7 @@ def lines(x_values: Sequence[float], series: dict[str, Sequence[float]], label: 
         return LEFT + 16 + i * (WIDTH - LEFT - 40) / max(1, len(x_values) - 1)
 
     parts = [_axis(0.0, high, y)]
-    parts += [_text(x(i), HEIGHT - BOTTOM + 16, short(value)) for i, value in enumerate(x_values)]
+    parts += [_text(x(i), HEIGHT - BOTTOM + 16, f"{value // 1024}K") for i, value in enumerate(x_values)]
     for n, (name, values) in enumerate(series.items()):
         points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(values))
         parts.append(f'<polyline class="line line-{n}" data-series="{escape(name)}" points="{points}"/>')
