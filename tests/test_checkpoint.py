@@ -60,6 +60,36 @@ def test_sharded_and_dtypes(base_folder, tmp_path, ids):
         load(str(tmp_path / "out"), dtype="int3")
 
 
+def test_split_and_offloaded(base_folder, tmp_path, ids):
+    """Weights under accelerate's hooks are reordered in place; those that are shared or not in memory are refused."""
+    pytest.importorskip("accelerate")
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    def hook(model):
+        for layer in model.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                add_hook_to_module(getattr(layer.self_attn, name), AlignDevicesHook("cpu", io_same_device=True))
+        return model
+
+    expected = converted(base_folder, tmp_path / "out")
+    model = hook(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    plan = model.plan
+    with torch.no_grad():
+        model.set_plan(hz.AttentionPlan.base(plan.geometry))
+        assert not torch.equal(model(ids).logits, expected(ids).logits)
+        model.set_plan(plan)
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+    offloaded = AutoModelForCausalLM.from_pretrained(base_folder)
+    hybrid = hz.convert(offloaded, make_plan(offloaded, "window"))
+    hybrid.model.layers[1].self_attn.q_proj.to("meta")  # as disk offload leaves it
+    with pytest.raises(hz.HybridizeError, match="device_map"):
+        hybrid.set_plan(plan)
+    base = hook(AutoModelForCausalLM.from_pretrained(base_folder))
+    hz.convert(base, make_plan(base, "window"))
+    with pytest.raises(hz.HybridizeError, match="device_map"):
+        hz.convert(base, make_plan(base, "mixed"))
+
+
 def test_stock_loader_refuses(base_folder, tmp_path):
     """A loader that does not know the plan must not run full attention silently."""
     converted(base_folder, tmp_path / "out", remote_code=False)

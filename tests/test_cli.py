@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,11 @@ def test_user_text(tmp_path, monkeypatch):
     for source in ("nothing.txt", str(tmp_path)):
         with pytest.raises(hz.HybridizeError, match="text"):
             load_text(source)
+    hub = types.SimpleNamespace(load_dataset=lambda name, split: [{"text": name}, {"text": split}])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    assert load_text("hub:some/set", split="test") == ["some/set", "test"]
+    with pytest.raises(hz.HybridizeError, match="row 0"):
+        load_text("hub:some/set", field="body")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(hz.HybridizeError, match=r"hybridize\[train\]"):
         load_text("hub:wikitext")

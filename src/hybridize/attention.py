@@ -13,11 +13,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hybridize.cache import HybridCache
+from hybridize.errors import bad
 from hybridize.operators.contract import Chunk, Heads
 from hybridize.operators.registry import build_operator
 from hybridize.plan import AttentionPlan
 
 Rotation = tuple[Tensor, Tensor]
+MIXED_PLAN_NEEDS = (
+    "whole weights on one device each: this plan mixes operators inside a layer, so rows are reordered in memory "
+    "(convert on the CPU and save; load that folder without disk offload)"
+)
 
 
 @dataclass
@@ -62,6 +67,7 @@ class HybridAttention(nn.Module):
         self.q_norm: nn.Module = base.q_norm if hasattr(base, "q_norm") else nn.Identity()
         self.k_norm: nn.Module = base.k_norm if hasattr(base, "k_norm") else nn.Identity()
         self.group_order = tuple(range(plan.geometry.kv_heads))  # the order weights have in memory now
+        self.shares_weights = False  # with a base model that is in use itself (convert)
         self.use_plan(plan)
         self.register_state_dict_post_hook(_to_base_layout)
         self.register_load_state_dict_pre_hook(_from_base_layout)
@@ -74,21 +80,30 @@ class HybridAttention(nn.Module):
 
     @torch.no_grad()
     def permute(self) -> None:
-        """Bring weights from their present order into the plan's."""
+        """Bring weights from their present order into the plan's.
+
+        Raises:
+            HybridizeError: weights that are offloaded, or shared with a base that is spread over devices.
+        """
         if self.group_order == self.wanted_order:
             return
         index = [self.group_order.index(group) for group in self.wanted_order]
         for name, dim, heads in self._head_axes():
-            # a new module over the same class: the base that this one was adopted from keeps its own weights and order
-            module = copy.copy(getattr(self, name))
-            module._parameters = dict(module._parameters)
-            setattr(self, name, module)
-            for key, parameter in list(module.named_parameters(recurse=False)):
-                if key == "bias" and dim == 1:
-                    continue  # o_proj's bias belongs to no head
-                permuted = select_heads(parameter.data, index, heads, self.head_dim, dim if key == "weight" else 0)
-                setattr(module, key, nn.Parameter(permuted, requires_grad=parameter.requires_grad))
+            module = getattr(self, name)
+            hooked = hasattr(module, "_hf_hook")
+            if any(p.is_meta for p in module.parameters()) or (hooked and self.shares_weights):
+                raise bad("device_map", "offloaded or split weights", MIXED_PLAN_NEEDS)
+            if self.shares_weights:
+                # a new module over the same weights: the base that this one was adopted from keeps its own order
+                module = copy.copy(module)
+                module._parameters = {key: nn.Parameter(p, p.requires_grad) for key, p in module.named_parameters()}
+                setattr(self, name, module)
+            for key, parameter in module.named_parameters(recurse=False):
+                if not (key == "bias" and dim == 1):  # o_proj's bias belongs to no head
+                    axis = dim if key == "weight" else 0
+                    parameter.data = select_heads(parameter.data, index, heads, self.head_dim, axis)
         self.group_order = self.wanted_order
+        self.shares_weights = False
 
     def _head_axes(self) -> list[tuple[str, int, int]]:
         """(projection, axis of its weight that heads lie on, heads a group has there)."""

@@ -42,6 +42,7 @@ def convert(model: PreTrainedModel, plan: AttentionPlan) -> Any:
     hybrid.lm_head = model.lm_head
     for layer, base_layer in zip(body.layers, base.layers, strict=True):
         _adopt(layer.self_attn, base_layer.self_attn, ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"))
+        layer.self_attn.shares_weights = True
         _adopt(layer, base_layer, ("mlp", "input_layernorm", "post_attention_layernorm"))
     hybrid.generation_config = model.generation_config
     for name in ("hf_quantizer", "is_quantized", "hf_device_map"):
