@@ -96,7 +96,9 @@ class HybridAttention(nn.Module):
             if self.shares_weights:
                 # a new module over the same weights: the base that this one was adopted from keeps its own order
                 module = copy.copy(module)
-                module._parameters = {key: nn.Parameter(p, p.requires_grad) for key, p in module.named_parameters()}
+                module._parameters = {
+                    key: None if p is None else nn.Parameter(p, p.requires_grad) for key, p in module._parameters.items()
+                }
                 setattr(self, name, module)
             for key, parameter in module.named_parameters(recurse=False):
                 if not (key == "bias" and dim == 1):  # o_proj's bias belongs to no head
