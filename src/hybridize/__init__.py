@@ -4,7 +4,7 @@ from hybridize.cache import HybridCache
 from hybridize.conversion import convert, to_base
 from hybridize.errors import HybridizeError
 from hybridize.families import register
-from hybridize.modeling import geometry_of
+from hybridize.geometry import geometry_of
 from hybridize.operators.specs import Full, Window
 from hybridize.plan import AttentionPlan, Geometry
 from hybridize.scores import Scores

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybridize.errors import HybridizeError, bad
 from hybridize.families import HYBRID_TYPES, family_of
-from hybridize.modeling import HybridForCausalLM, geometry_of
+from hybridize.geometry import geometry_of
+from hybridize.modeling import HybridForCausalLM
 from hybridize.operators.specs import DTYPE_BYTES
 from hybridize.plan import AttentionPlan
 

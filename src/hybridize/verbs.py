@@ -6,25 +6,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from hybridize import checkpoint
 from hybridize.conversion import memory_estimate
-from hybridize.errors import HybridizeError, bad
-from hybridize.families import family_of
-from hybridize.files import check_format, check_output_folder, read_json, write_json
-from hybridize.loading import DEFAULT, Loaded, load
+from hybridize.errors import bad
+from hybridize.files import check_output_folder, write_json
+from hybridize.geometry import geometry_of
+from hybridize.loading import Loaded, load
 from hybridize.methods.nll import control_plans
-from hybridize.modeling import geometry_of
+from hybridize.options import lengths_of, load_model, read_config, selection_of
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.report.page import write_report
 from hybridize.results import results, write_results
 from hybridize.runs import RunFolder, quiet_libraries
 from hybridize.scores import Scores
 from hybridize.terminal import Terminal
-from hybridize.workflows import Proof, Selection, compute_scores, counted, hybrid_of, plan_of_scores, prove
-
-CONTEXTS = (1024, 4096, 16384, 65536, 131072)
+from hybridize.workflows import Proof, Selection, compute_scores, cost_rows, counted, hybrid_of, plan_of_scores, prove
 
 
 def demo(
@@ -78,11 +74,11 @@ def demo(
 
 def score(terminal: Terminal, model: str, out: Path, **options: Any) -> None:
     """scores.json of a model."""
-    ask = _selection(options)
+    ask = selection_of(options)
     run = RunFolder(out, {"verb": "score", "model": model, "select": ask.as_config()}, options["overwrite"])
     _note_resume(terminal, run)
     with quiet_libraries():
-        loaded = _load(model, options)
+        loaded = load_model(model, options)
         scores = compute_scores(run, loaded, hybrid_of(loaded), ask, terminal.report)
     terminal.close()
     run.begin()
@@ -105,7 +101,7 @@ def plan(
 ) -> None:
     """A plan from scores or a control, printed with its costs."""
     with quiet_libraries():
-        config = _config(model, trust_remote_code)
+        config = read_config(model, trust_remote_code)
     base = AttentionPlan.base(geometry_of(config))
     ask = Selection(**{key: options[key] for key in ("budget", "window", "sinks", "sink_positions", "decode")})
     if (scores is None) == (selector is None):
@@ -124,7 +120,7 @@ def plan(
             raise bad("out", str(out), "a new file (or pass --overwrite)")
         made.save(out)
         terminal.say(f"plan: {out}")
-    terminal.result({"plan": made.to_dict(), "cost": _costs(made)})
+    terminal.result({"plan": made.to_dict(), "cost": cost_rows(made)})
 
 
 def convert(terminal: Terminal, model: str, out: Path, method: str, **options: Any) -> None:
@@ -133,7 +129,7 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
         raise bad("method", method, "'nll'")
     if options["plan"] is not None and options["scores"] is not None:
         raise bad("plan, scores", "both", "at most one of --plan and --scores")
-    ask, proof = _selection(options), Proof(options["test_prompts"], _lengths(options["lengths"]))
+    ask, proof = selection_of(options), Proof(options["test_prompts"], lengths_of(options["lengths"]))
     given = Scores.load(options["scores"]) if options["scores"] is not None else None
     fixed = AttentionPlan.load(options["plan"]) if options["plan"] is not None else None
     if options["dry_run"]:
@@ -143,7 +139,7 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
     config |= {"scores": str(options["scores"]), "plan": str(options["plan"]), "link": options["link"]}
     with quiet_libraries():
         check_output_folder(out, options["overwrite"])
-        loaded = _load(model, options)
+        loaded = load_model(model, options)
         hybrid = hybrid_of(loaded)
         units = hybrid.plan.geometry.layers * (1 if ask.unit == "layer" else hybrid.plan.geometry.kv_heads)
         units_for_budget(units, ask.budget)
@@ -182,13 +178,13 @@ def evaluate(terminal: Terminal, model: str, out: Path, plan: Path | None, **opt
     method = "generate" if options["generate"] else "argmax"
     kinds = tuple(options["kinds"].split(","))
     proof = Proof(
-        options["test_prompts"], _lengths(options["lengths"]), kinds, options["text"], options["seed"], method,
+        options["test_prompts"], lengths_of(options["lengths"]), kinds, options["text"], options["seed"], method,
         batch_tokens=options["batch_tokens"],
     )  # fmt: skip
     given = AttentionPlan.load(plan) if plan is not None else None
     config = {"verb": "eval", "model": model, "plan": str(plan), "prove": proof.as_config()}
     with quiet_libraries():
-        loaded = _load(model, options)
+        loaded = load_model(model, options)
         hybrid = hybrid_of(loaded)
         if given is not None:
             given.check_base(hybrid.plan.geometry)
@@ -212,7 +208,7 @@ def export(terminal: Terminal, model: str, out: Path, form: str, overwrite: bool
     """A hybrid as a stock folder."""
     check_output_folder(out, overwrite)
     with quiet_libraries():
-        loaded = _load(model, {**options, "device_map": None})
+        loaded = load_model(model, {**options, "device_map": None})
         if not loaded.is_hybrid:
             raise bad("model", model, "a converted folder")
         folder = checkpoint.export(loaded.model, loaded.tokenizer, out, form, overwrite)
@@ -225,61 +221,6 @@ class _Planned:
 
     def __init__(self, plan: AttentionPlan) -> None:
         self.plan = plan
-
-
-def _selection(options: dict[str, Any]) -> Selection:
-    names = (
-        "selector", "budget", "window", "sinks", "sink_positions", "decode", "unit", "prompts", "length", "text", "seed",
-        "batch_tokens",
-    )  # fmt: skip
-    ask = Selection(**{name: options[name] for name in names})
-    _ = ask.cheap  # its fields are checked before anything is loaded
-    if not 0 <= ask.budget <= 1:
-        raise bad("budget", ask.budget, "a share between 0 and 1")
-    for name in ("prompts", "length", "batch_tokens"):
-        if getattr(ask, name) < 1:
-            raise bad(name, getattr(ask, name), "at least 1")
-    return ask
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    try:
-        lengths = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise bad("lengths", text, "whole numbers with commas between") from None
-    if any(length < 1 for length in lengths):
-        raise bad("lengths", text, "numbers of at least 1")
-    return lengths
-
-
-def _load(model: str, options: dict[str, Any]) -> Loaded:
-    link = Path(model) / "link.json"
-    if link.is_file():
-        data = check_format(read_json(link, "link"), "hybridize-link", 1)
-        plan = AttentionPlan.load(Path(model) / "plan.json")
-        loaded = _load(checkpoint.check_link(data, plan), options)
-        hybrid = hybrid_of(loaded)
-        hybrid.set_plan(plan)
-        return Loaded(hybrid, loaded.tokenizer, model)
-    return load(
-        model,
-        dtype=options["dtype"],
-        device_map=options["device_map"],
-        trust_remote_code=options["trust_remote_code"],
-    )
-
-
-def _config(model: str, trust_remote_code: bool) -> Any:
-    try:
-        if model == DEFAULT or model.endswith(".gguf"):
-            return load(model).model.config
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        if isinstance(error, HybridizeError):
-            raise
-        raise HybridizeError(f"model: could not read the config of {model!r}: {error}") from error
-    family_of(config.model_type)
-    return config
 
 
 def _save_model(run: RunFolder, loaded: Loaded, hybrid: Any, scores: Scores | None, shard: str = "5GB") -> None:
@@ -345,25 +286,9 @@ def _note_resume(terminal: Terminal, run: RunFolder) -> None:
         terminal.say(f"going on with the unfinished run in {run.path}")
 
 
-def _costs(plan: AttentionPlan) -> list[dict[str, Any]]:
-    base = AttentionPlan.base(plan.geometry)
-    return [
-        {
-            "context": n,
-            "cache bytes": plan.cache_bytes(n),
-            "of base": plan.cache_bytes(n) / base.cache_bytes(n),
-            "prefill FLOPs": plan.prefill_flops(n),
-            "prefill of base": plan.prefill_flops(n) / base.prefill_flops(n),
-            "decode FLOPs": plan.decode_flops(n),
-            "decode of base": plan.decode_flops(n) / base.decode_flops(n),
-        }
-        for n in CONTEXTS
-    ]
-
-
 def _show_plan(terminal: Terminal, plan: AttentionPlan, memory: dict[str, int]) -> None:
     terminal.say(plan.map())
-    terminal.cost_table(_costs(plan))
+    terminal.cost_table(cost_rows(plan))
     gigabytes = {name: f"{value / 1e9:.3f} GB" for name, value in memory.items() if name != "parameters"}
     terminal.say(f"memory at 8192 tokens, bf16: {gigabytes}")
 
@@ -372,7 +297,7 @@ def _dry_run(
     terminal: Terminal, model: str, ask: Selection, given: Scores | None, fixed: AttentionPlan | None, trust: bool
 ) -> None:
     with quiet_libraries():
-        config = _config(model, trust)
+        config = read_config(model, trust)
     base = AttentionPlan.base(geometry_of(config))
     if fixed is not None:
         fixed.check_base(base.geometry)
@@ -384,4 +309,4 @@ def _dry_run(
         terminal.say(f"which {keep} layers stay is known after scoring; what they cost does not depend on it:")
         made = AttentionPlan.from_layers(base.geometry, range(keep), ask.cheap)
     _show_plan(terminal, made, memory_estimate(config, made, 8192, 1, "bfloat16"))
-    terminal.result({"plan": made.to_dict(), "cost": _costs(made)})
+    terminal.result({"plan": made.to_dict(), "cost": cost_rows(made)})

@@ -17,15 +17,16 @@ from hybridize.data.text import load_text
 from hybridize.errors import bad
 from hybridize.evaluation.perplexity import perplexity_rows
 from hybridize.evaluation.retrieval import retrieval_hits, retrieval_rows
+from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded
 from hybridize.methods.nll import plan_from_scores, score
-from hybridize.modeling import geometry_of
 from hybridize.operators.specs import Window
 from hybridize.plan import AttentionPlan
 from hybridize.results import quality_row
 from hybridize.runs import RunFolder
 from hybridize.scores import Scores
 
+CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 Report = Callable[[str, int, int], None]  # (what, done, of)
 
 
@@ -197,3 +198,20 @@ def counted(seconds: dict[str, float], name: str) -> Iterator[None]:
         yield
     finally:
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def cost_rows(plan: AttentionPlan) -> list[dict[str, Any]]:
+    """What a plan costs over contexts, and as shares of the base."""
+    base = AttentionPlan.base(plan.geometry)
+    return [
+        {
+            "context": n,
+            "cache bytes": plan.cache_bytes(n),
+            "of base": plan.cache_bytes(n) / base.cache_bytes(n),
+            "prefill FLOPs": plan.prefill_flops(n),
+            "prefill of base": plan.prefill_flops(n) / base.prefill_flops(n),
+            "decode FLOPs": plan.decode_flops(n),
+            "decode of base": plan.decode_flops(n) / base.decode_flops(n),
+        }
+        for n in CONTEXTS
+    ]

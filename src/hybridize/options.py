@@ -1,0 +1,75 @@
+"""From what a user typed to what workflows take: options, models, configs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from hybridize import checkpoint
+from hybridize.errors import HybridizeError, bad
+from hybridize.families import family_of
+from hybridize.files import check_format, read_json
+from hybridize.loading import DEFAULT, Loaded, load
+from hybridize.plan import AttentionPlan
+from hybridize.workflows import Selection, hybrid_of
+
+
+def selection_of(options: dict[str, Any]) -> Selection:
+    """The Selection that the options ask for, checked before anything is loaded."""
+    names = (
+        "selector", "budget", "window", "sinks", "sink_positions", "decode", "unit", "prompts", "length", "text", "seed",
+        "batch_tokens",
+    )  # fmt: skip
+    ask = Selection(**{name: options[name] for name in names})
+    _ = ask.cheap  # its fields are checked before anything is loaded
+    if not 0 <= ask.budget <= 1:
+        raise bad("budget", ask.budget, "a share between 0 and 1")
+    for name in ("prompts", "length", "batch_tokens"):
+        if getattr(ask, name) < 1:
+            raise bad(name, getattr(ask, name), "at least 1")
+    return ask
+
+
+def lengths_of(text: str) -> tuple[int, ...]:
+    """Comma-separated lengths."""
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise bad("lengths", text, "whole numbers with commas between") from None
+    if any(length < 1 for length in lengths):
+        raise bad("lengths", text, "numbers of at least 1")
+    return lengths
+
+
+def load_model(model: str, options: dict[str, Any]) -> Loaded:
+    """The model a user names; a linked folder becomes its base under its plan."""
+    link = Path(model) / "link.json"
+    if link.is_file():
+        data = check_format(read_json(link, "link"), "hybridize-link", 1)
+        plan = AttentionPlan.load(Path(model) / "plan.json")
+        loaded = load_model(checkpoint.check_link(data, plan), options)
+        hybrid = hybrid_of(loaded)
+        hybrid.set_plan(plan)
+        return Loaded(hybrid, loaded.tokenizer, model)
+    return load(
+        model,
+        dtype=options["dtype"],
+        device_map=options["device_map"],
+        trust_remote_code=options["trust_remote_code"],
+    )
+
+
+def read_config(model: str, trust_remote_code: bool) -> Any:
+    """A model's config without its weights."""
+    try:
+        if model == DEFAULT or model.endswith(".gguf"):
+            return load(model).model.config
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        if isinstance(error, HybridizeError):
+            raise
+        raise HybridizeError(f"model: could not read the config of {model!r}: {error}") from error
+    family_of(config.model_type)
+    return config
