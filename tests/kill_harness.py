@@ -63,7 +63,7 @@ def run(model, out):
     verbs.convert(
         Terminal(as_json=True), model, Path(out), "nll",
         selector="drop", budget=0.5, window=16, sinks=2, sink_positions="absolute", decode="window", unit="layer",
-        prompts=2, length=760, text="calibration", seed=1, batch_tokens=1024, test_prompts=1, lengths="760",
+        prompts=2, length="760", text="calibration", seed=1, batch_tokens=1024, test_prompts=1, lengths="760",
         plan=None, scores=None, link=False, max_shard_size="5GB", dtype="auto", device_map=None,
         trust_remote_code=False, dry_run=False, overwrite=True,
     )  # fmt: skip

@@ -149,6 +149,14 @@ def test_resume_repeats_nothing(capsys, base, tmp_path, monkeypatch):
     assert (tmp_path / "out" / "scores.json").read_bytes() == (tmp_path / "whole" / "scores.json").read_bytes()
 
 
+def test_prompts_are_shared_out_over_lengths(capsys, base, tmp_path):
+    words = ["score", base, "--out", tmp_path / "out", "--window", 16, "--prompts", 3, "--length", "760,900"]
+    code, _, err = run(capsys, *words)
+    assert code == 0, err
+    scores = hz.Scores.load(tmp_path / "out" / "scores.json")
+    assert len(scores.samples) == 3 and scores.provenance["lengths"] == [760, 900]
+
+
 def test_dry_run_writes_nothing(capsys, base, tmp_path):
     code, out, err = run(capsys, "convert", base, "--out", tmp_path / "out", "--dry-run", *SMALL)
     assert code == 0, err
@@ -208,6 +216,8 @@ CASES = {
     "unknown selector": (["score", "{b}", "--selector", "best", "--length", 760], "selector"),
     "unknown method": (["convert", "{b}", "--method", "magic"], "method"),
     "no prompts": (["score", "{b}", "--prompts", 0], "prompts"),
+    "length that is no number": (["score", "{b}", "--length", "long"], "length"),
+    "more lengths than prompts": (["score", "{b}", "--length", "760,800", "--prompts", 1], "prompts"),
     "prompt too short": (["score", "{b}", "--length", 50], "length"),
     "prompt beyond the context": (["score", "{b}", "--length", 4000], "trained context"),
     "test beyond the context": (["eval", "{b}", "--lengths", "4000"], "trained context"),

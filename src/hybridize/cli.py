@@ -34,7 +34,7 @@ SinkPositions = Annotated[str, typer.Option(help="absolute, or rebased: RoPE dis
 Decode = Annotated[str, typer.Option(help="window, or full: generated tokens see everything (no memory is saved).")]
 Unit = Annotated[str, typer.Option(help="layer or group.")]
 Prompts = Annotated[int, typer.Option(help="Calibration prompts.")]
-Length = Annotated[int, typer.Option(help="Tokens of a calibration prompt.")]
+Length = Annotated[str, typer.Option(help="Tokens of a calibration prompt, comma-separated; prompts are shared out.")]
 Text = Annotated[str, typer.Option(help="Calibration text: 'calibration' (bundled), a .txt or .jsonl file, hub:NAME.")]
 Seed = Annotated[int, typer.Option(help="Seed of the calibration prompts.")]
 BatchTokens = Annotated[int, typer.Option(help="Padded tokens a batch.")]
@@ -58,7 +58,7 @@ def demo(
     window: WindowSize = 128,
     sinks: Sinks = 4,
     prompts: Prompts = 8,
-    length: Length = 1024,
+    length: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 1024,
     test_prompts: TestPrompts = 20,
     model: Annotated[str, typer.Option(help="Another model than the embedded default.")] = "smollm2",
     overwrite: Overwrite = False,
@@ -82,7 +82,7 @@ def score(
     decode: Decode = "window",
     unit: Unit = "layer",
     prompts: Prompts = 8,
-    length: Length = 1024,
+    length: Length = "1024",
     text: Text = "calibration",
     seed: Seed = 1,
     batch_tokens: BatchTokens = 1024,
@@ -133,7 +133,7 @@ def convert(
     decode: Decode = "window",
     unit: Unit = "layer",
     prompts: Prompts = 8,
-    length: Length = 1024,
+    length: Length = "1024",
     text: Text = "calibration",
     seed: Seed = 1,
     batch_tokens: BatchTokens = 1024,

@@ -122,12 +122,10 @@ class HybridModel(Body):
 
     def _cache_for(self, cache: Any, use_cache: bool | None) -> HybridCache | None:
         use_cache = self.config.use_cache if use_cache is None else use_cache
+        if cache is None:  # training asks for none: it would only hold the graph of every state
+            return HybridCache(self.plan) if use_cache and not self.training else None
         if self.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers):
-            if cache is not None:
-                raise bad("past_key_values", "a cache", "None while training with gradient checkpointing")
-            return None
-        if cache is None:
-            return HybridCache(self.plan) if use_cache else None
+            raise bad("past_key_values", "a cache", "None while training with gradient checkpointing")
         if not isinstance(cache, HybridCache):
             raise bad("past_key_values", type(cache).__name__, "a HybridCache (model.new_cache())")
         if cache.plan.assignment != self.plan.assignment or cache.plan.operators != self.plan.operators:

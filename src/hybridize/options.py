@@ -19,27 +19,29 @@ from hybridize.workflows import Selection, hybrid_of
 def selection_of(options: dict[str, Any]) -> Selection:
     """The Selection that the options ask for, checked before anything is loaded."""
     names = (
-        "selector", "budget", "window", "sinks", "sink_positions", "decode", "unit", "prompts", "length", "text", "seed",
+        "selector", "budget", "window", "sinks", "sink_positions", "decode", "unit", "prompts", "text", "seed",
         "batch_tokens",
     )  # fmt: skip
-    ask = Selection(**{name: options[name] for name in names})
+    ask = Selection(**{name: options[name] for name in names}, lengths=lengths_of(options["length"], "length"))
     _ = ask.cheap  # its fields are checked before anything is loaded
     if not 0 <= ask.budget <= 1:
         raise bad("budget", ask.budget, "a share between 0 and 1")
-    for name in ("prompts", "length", "batch_tokens"):
+    for name in ("prompts", "batch_tokens"):
         if getattr(ask, name) < 1:
             raise bad(name, getattr(ask, name), "at least 1")
+    if ask.prompts < len(ask.lengths):
+        raise bad("prompts", ask.prompts, f"at least one for each of {len(ask.lengths)} lengths")
     return ask
 
 
-def lengths_of(text: str) -> tuple[int, ...]:
+def lengths_of(text: str, field: str = "lengths") -> tuple[int, ...]:
     """Comma-separated lengths."""
     try:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise bad("lengths", text, "whole numbers with commas between") from None
+        raise bad(field, text, "whole numbers with commas between") from None
     if any(length < 1 for length in lengths):
-        raise bad("lengths", text, "numbers of at least 1")
+        raise bad(field, text, "numbers of at least 1")
     return lengths
 
 

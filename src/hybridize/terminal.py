@@ -86,5 +86,6 @@ class Terminal:
         for name in rows[0]:
             table.add_column(name, justify="right")
         for row in rows:
-            table.add_row(*[short(v) if isinstance(v, int) else f"{100 * v:.1f} %" for v in row.values()])
+            costs = [short(v) if isinstance(v, int) else f"{100 * v:.1f} %" for k, v in row.items() if k != "context"]
+            table.add_row(f"{row['context']:,}", *costs)
         self.console.print(table)

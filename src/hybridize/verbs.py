@@ -15,6 +15,7 @@ from hybridize.loading import Loaded, load
 from hybridize.methods.nll import control_plans
 from hybridize.options import lengths_of, load_model, read_config, selection_of
 from hybridize.plan import AttentionPlan, units_for_budget
+from hybridize.report.charts import short
 from hybridize.report.page import write_report
 from hybridize.results import results, write_results
 from hybridize.runs import RunFolder, quiet_libraries
@@ -37,7 +38,7 @@ def demo(
     **_: Any,
 ) -> None:
     """Score, convert, prove and report on the embedded model."""
-    ask = Selection("drop", budget, window, sinks, prompts=prompts, length=length)
+    ask = Selection("drop", budget, window, sinks, prompts=prompts, lengths=(length,))
     proof = Proof(prompts=test_prompts, lengths=(length,))
     run = RunFolder(out, {"verb": "demo", "model": model, "select": ask.as_config(), "prove": proof.as_config()}, overwrite)
     _note_resume(terminal, run)
@@ -289,8 +290,10 @@ def _note_resume(terminal: Terminal, run: RunFolder) -> None:
 def _show_plan(terminal: Terminal, plan: AttentionPlan, memory: dict[str, int]) -> None:
     terminal.say(plan.map())
     terminal.cost_table(cost_rows(plan))
-    gigabytes = {name: f"{value / 1e9:.3f} GB" for name, value in memory.items() if name != "parameters"}
-    terminal.say(f"memory at 8192 tokens, bf16: {gigabytes}")
+    terminal.say(
+        f"memory at 8192 tokens, bf16: weights {short(memory['weights'])}B, cache {short(memory['cache'])}B "
+        f"(base {short(memory['base_cache'])}B)"
+    )
 
 
 def _dry_run(

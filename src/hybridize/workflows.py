@@ -46,7 +46,7 @@ class Selection:
     decode: str = "window"
     unit: str = "layer"
     prompts: int = 8
-    length: int = 1024
+    lengths: tuple[int, ...] = (1024,)
     kinds: tuple[str, ...] = tuple(sorted(KINDS))
     text: str = "calibration"
     seed: int = 1
@@ -57,7 +57,7 @@ class Selection:
         return Window(self.window, self.sinks, self.sink_positions, self.decode)
 
     def as_config(self) -> dict[str, Any]:
-        return {**asdict(self), "kinds": list(self.kinds)}
+        return {**asdict(self), "lengths": list(self.lengths), "kinds": list(self.kinds)}
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,11 @@ def hybrid_of(loaded: Loaded) -> Any:
 
 def compute_scores(run: RunFolder, loaded: Loaded, model: Any, ask: Selection, report: Report = silent) -> Scores:
     """Scores by `ask.selector`; one resumable step a prompt where prompts are scored one by one."""
-    AttentionPlan.base(model.plan.geometry).check_context(ask.length, "length")
-    text = "\n\n".join(load_text(ask.text))
-    prompts = needle_prompts(loaded.tokenizer, text, length=ask.length, count=ask.prompts, kinds=ask.kinds, seed=ask.seed)
+    AttentionPlan.base(model.plan.geometry).check_context(max(ask.lengths), "length")
+    text, prompts = "\n\n".join(load_text(ask.text)), []
+    for i, length in enumerate(ask.lengths):  # evenly over the lengths, the first ones take what is left over
+        count = (ask.prompts + len(ask.lengths) - 1 - i) // len(ask.lengths)
+        prompts += needle_prompts(loaded.tokenizer, text, length=length, count=count, kinds=ask.kinds, seed=ask.seed)
 
     def part(chosen: Sequence[Prompt], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
         made = score(
@@ -111,6 +113,7 @@ def compute_scores(run: RunFolder, loaded: Loaded, model: Any, ask: Selection, r
         parts.append(Scores.from_dict(run.step(f"score-{i:04}", partial(part, [prompt]))))
         report("scoring", i + 1, len(prompts))
     provenance = {**parts[0].provenance, "prompts": len(prompts), "kinds": sorted({p.kind for p in prompts})}
+    provenance["lengths"] = list(ask.lengths)
     return Scores(ask.unit, np.concatenate([p.samples for p in parts]), {**provenance, "seed": ask.seed, "text": ask.text})
 
 
