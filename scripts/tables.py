@@ -133,6 +133,15 @@ def demo(data):
     return f"{text}\n\n{phases}; {sum(data['seconds'].values()):.0f} s in all ({data['device']})."
 
 
+def fresh(data):
+    body = []
+    for selector in ("full", "hybrid"):
+        cells = needle(data["rows"], selector=selector, depth=None)
+        body.append([selector, *[f"{r['score']:.2f} ({r['low']:.2f}–{r['high']:.2f})" for r in cells]])
+    lengths = sorted({r["context"] for r in data["rows"] if r["task"] == "needle"})
+    return table(["", *lengths], body)
+
+
 def cache(data):
     body = [
         [r["context"], f"{r['base_bytes'] / 1e6:.1f} MB", f"{r['bytes'] / 1e6:.1f} MB", f"{100 * r['ratio']:.1f} %",
@@ -149,6 +158,7 @@ TABLES = {
         "nll-cost": (nll_cost, "nll_smollm2"),
         "nll-perplexity": (nll_perplexity, "nll_smollm2"),
         "nll-layers": (nll_layers, "nll_smollm2"),
+        "fresh": (fresh, "fresh_smollm2"),
         "cache": (cache, "cache_smollm2"),
     },
     "README.md": {"demo": (demo, "demo_smollm2")},

@@ -56,7 +56,7 @@ def results(name: str, rows: Sequence[dict[str, Any]], command: str | None = Non
         "device": device_name(),
         "versions": versions(),
         "commit": commit(),
-        "command": command or " ".join(sys.argv),
+        "command": command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         **more,
         "rows": list(rows),
     }

@@ -19,7 +19,7 @@ class Terminal:
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
-        self.console = Console(stderr=as_json)
+        self.console = Console(stderr=as_json, width=None if sys.stdout.isatty() else 120)
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -65,7 +65,8 @@ class Terminal:
             cells = [selector, str(mine[0]["kept"])]
             for length in lengths:
                 cell = next(r for r in mine if r["task"] == "needle" and r["context"] == length and r["depth"] is None)
-                cells.append(f"{cell['score']:.2f} ({cell['low']:.2f}–{cell['high']:.2f})")
+                between = " " if len(lengths) == 1 else "\n"  # several lengths: the interval goes below, so that they fit
+                cells.append(f"{cell['score']:.2f}{between}({cell['low']:.2f}–{cell['high']:.2f})")
             whole = [r for r in mine if r["task"] == "perplexity" and r["positions"] == [0, r["context"]]]
             cells.append(f"{whole[0]['score']:.2f}" if whole else "–")
             cells += [f"{100 * mine[0][key]:.0f} %" for key in ("cache_ratio", "prefill_ratio", "decode_ratio")]
