@@ -68,10 +68,15 @@ def answer_logits(model: Any, hidden: Tensor, batch: Batch) -> Tensor:
     return model.lm_head(picked).float()
 
 
+def answer_log_probability(logits: Tensor, batch: Batch) -> Tensor:
+    """Log probability of each row's whole answer, nats, [B]."""
+    each = logits.log_softmax(-1).gather(-1, batch.targets[..., None])[..., 0]
+    return (each * batch.real).sum(1)
+
+
 def answer_nll(logits: Tensor, batch: Batch) -> Tensor:
     """Mean NLL of each row's answer tokens, nats, [B]."""
-    nll = -logits.log_softmax(-1).gather(-1, batch.targets[..., None])[..., 0]
-    return (nll * batch.real).sum(1) / batch.real.sum(1)
+    return -answer_log_probability(logits, batch) / batch.real.sum(1)
 
 
 def answer_hits(logits: Tensor, batch: Batch) -> Tensor:

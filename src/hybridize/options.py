@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from hybridize import checkpoint
+from hybridize.data.ruler import TASKS
 from hybridize.errors import HybridizeError, bad
 from hybridize.families import family_of
 from hybridize.files import check_format, read_json
@@ -75,3 +76,13 @@ def read_config(model: str, trust_remote_code: bool) -> Any:
         raise HybridizeError(f"model: could not read the config of {model!r}: {error}") from error
     family_of(config.model_type)
     return config
+
+
+def ruler_tasks(text: str | None) -> tuple[str, ...]:
+    """Comma-separated RULER tasks, or "all" of those that need no data set."""
+    if not text:
+        return ()
+    tasks = tuple(TASKS) if text == "all" else tuple(text.split(","))
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise bad("ruler", unknown[0], f"'all' or names of {sorted(TASKS)}")
+    return tasks

@@ -73,6 +73,22 @@ class Terminal:
             table.add_row(*cells)
         self.console.print(table)
 
+    def task_table(self, rows: Sequence[dict[str, Any]]) -> None:
+        """RULER tasks and choice sets, a column a plan; nothing where none was measured."""
+        rows = [row for row in rows if row["task"] not in ("needle", "perplexity")]
+        selectors = list(dict.fromkeys(row["selector"] for row in rows))
+        table = Table(title="tasks (95 % interval)")
+        for name in ("task", "metric", "length"):
+            table.add_column(name)
+        for selector in selectors:
+            table.add_column(selector, justify="right")
+        for key in dict.fromkeys((row["task"], row.get("metric", "score"), row["context"]) for row in rows):
+            cells = [row for row in rows if (row["task"], row.get("metric", "score"), row["context"]) == key]
+            shown = [f"{cell['score']:.3f} ({cell['low']:.3f}–{cell['high']:.3f})" for cell in cells]
+            table.add_row(key[0], key[1], "" if key[2] is None else str(key[2]), *shown)
+        if rows:
+            self.console.print(table)
+
     def seconds_table(self, seconds: dict[str, float]) -> None:
         table = Table(title="seconds by phase")
         table.add_column("phase")

@@ -13,7 +13,7 @@ from hybridize.files import check_output_folder, write_json
 from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded, load
 from hybridize.methods.nll import control_plans
-from hybridize.options import lengths_of, load_model, read_config, selection_of
+from hybridize.options import lengths_of, load_model, read_config, ruler_tasks, selection_of
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.report.charts import short
 from hybridize.report.page import write_report
@@ -180,7 +180,8 @@ def evaluate(terminal: Terminal, model: str, out: Path, plan: Path | None, **opt
     kinds = tuple(options["kinds"].split(","))
     proof = Proof(
         options["test_prompts"], lengths_of(options["lengths"]), kinds, options["text"], options["seed"], method,
-        batch_tokens=options["batch_tokens"],
+        batch_tokens=options["batch_tokens"], ruler=ruler_tasks(options["ruler"]), choice=tuple(options["choice"] or ()),
+        limit=options["limit"],
     )  # fmt: skip
     given = AttentionPlan.load(plan) if plan is not None else None
     config = {"verb": "eval", "model": model, "plan": str(plan), "prove": proof.as_config()}
@@ -201,6 +202,7 @@ def evaluate(terminal: Terminal, model: str, out: Path, plan: Path | None, **opt
     _write_run(run, model, chosen, None, rows, seconds, {"model": model})
     folder = run.finish()
     terminal.quality_table(rows)
+    terminal.task_table(rows)
     terminal.say(f"report: {folder / 'report.html'}")
     terminal.result({"out": str(folder), "rows": rows, "seconds": seconds})
 

@@ -7,16 +7,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hybridize.conversion import convert
+from hybridize.data.choice import load_items
 from hybridize.data.needles import KINDS, Prompt, needle_prompts
+from hybridize.data.ruler import ruler_prompts
 from hybridize.data.text import load_text
 from hybridize.errors import bad
+from hybridize.evaluation.choice import choice_results, choice_rows
 from hybridize.evaluation.perplexity import perplexity_rows
 from hybridize.evaluation.retrieval import retrieval_hits, retrieval_rows
+from hybridize.evaluation.ruler import ruler_answers, ruler_rows
 from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded
 from hybridize.methods.nll import plan_from_scores, score
@@ -72,9 +77,12 @@ class Proof:
     method: str = "argmax"
     perplexity_windows: int = 4
     batch_tokens: int = 4096
+    ruler: tuple[str, ...] = ()
+    choice: tuple[str, ...] = ()
+    limit: int | None = None
 
     def as_config(self) -> dict[str, Any]:
-        return {**asdict(self), "lengths": list(self.lengths), "kinds": list(self.kinds)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 def hybrid_of(loaded: Loaded) -> Any:
@@ -160,6 +168,32 @@ def prove(
                     lambda: perplexity_rows(model, loaded.tokenizer, [text], length=length, windows=proof.perplexity_windows),
                 )
             report("perplexity", i + 1, len(plans))
+            rows += [plan_row(name, plan, proof.seed, max(proof.lengths), cell) for cell in cells]
+    return rows + _prove_tasks(run, loaded, model, plans, proof, text, report)
+
+
+def _prove_tasks(
+    run: RunFolder, loaded: Loaded, model: Any, plans: dict[str, AttentionPlan], proof: Proof, text: str, report: Report
+) -> list[dict[str, Any]]:
+    """RULER tasks and choice sets, one resumable step a (task, length, plan)."""
+
+    def ruler(task: str, length: int) -> list[dict[str, Any]]:
+        prompts = ruler_prompts(loaded.tokenizer, task, text, length=length, count=proof.prompts, seed=proof.seed)
+        return ruler_rows(ruler_answers(model, loaded.tokenizer, prompts, batch_tokens=proof.batch_tokens))
+
+    def choice(file: str) -> list[dict[str, Any]]:
+        items = load_items(file)[: proof.limit]
+        return choice_rows(Path(file).stem, choice_results(model, loaded.tokenizer, items, batch_tokens=proof.batch_tokens))
+
+    measures = [(f"ruler-{task}-{n}", partial(ruler, task, n)) for task in proof.ruler for n in proof.lengths]
+    measures += [(f"choice-{Path(file).stem}", partial(choice, file)) for file in proof.choice]
+    rows, done = [], 0
+    for step, measure in measures:
+        for name, plan in plans.items():
+            with model.temporary_plan(plan):
+                cells = run.step(f"{step}-{name}", measure)
+            done += 1
+            report("tasks", done, len(measures) * len(plans))
             rows += [plan_row(name, plan, proof.seed, max(proof.lengths), cell) for cell in cells]
     return rows
 

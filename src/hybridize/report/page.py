@@ -47,6 +47,7 @@ def write_report(
         facts=facts or {},
         seconds=seconds or {},
         table=_summary(rows, names, plan, base, dtype),
+        tasks=_tasks(rows),
         heatmaps=[(name, _heatmap(rows, name)) for name in names],
         score_bars=None if scores is None else Markup(_score_bars(scores, plan)),
         scorer=None if scores is None else scores.provenance.get("scorer"),
@@ -120,6 +121,16 @@ def _summary(
             }
         )
     return table
+
+
+def _tasks(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """RULER tasks and choice sets: one line a (task, metric, length), one cell a plan; None where there are none."""
+    rows = [row for row in rows if row["task"] not in ("needle", "perplexity")]
+    lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault((row["task"], row.get("metric", "score"), row["context"]), []).append(row)
+    shown = [{"task": t, "metric": m, "length": n, "cells": cells} for (t, m, n), cells in lines.items()]
+    return {"selectors": list(dict.fromkeys(row["selector"] for row in rows)), "rows": shown} if rows else None
 
 
 def _heatmap(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
