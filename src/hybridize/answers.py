@@ -48,14 +48,14 @@ def collate(prompts: Sequence[Prompt], device: torch.device | str) -> Batch:
     return Batch(*(tensor.to(device) for tensor in vars(batch).values()))
 
 
-def batches(prompts: Sequence[Prompt], tokens: int, device: torch.device | str) -> Iterator[Batch]:
-    """Batches of at most `tokens` padded tokens (at least one prompt each), in the given order."""
+def batches(prompts: Sequence[Prompt], tokens: int, device: torch.device | str, rows: int | None = None) -> Iterator[Batch]:
+    """Batches of at most `tokens` padded tokens and `rows` prompts (at least one each), in the given order."""
     start = 0
     while start < len(prompts):
         stop, longest = start + 1, len(prompts[start].ids)
         while stop < len(prompts):
             wider = max(longest, len(prompts[stop].ids))
-            if wider * (stop + 1 - start) > tokens:
+            if wider * (stop + 1 - start) > tokens or stop - start == rows:
                 break
             longest, stop = wider, stop + 1
         yield collate(prompts[start:stop], device)
