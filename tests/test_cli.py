@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import hybridize as hz
@@ -25,6 +26,7 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli") / "base"
     make_base("llama").save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# a base\n")
     return folder
 
 
@@ -78,6 +80,10 @@ def test_the_whole_way(capsys, base, tmp_path, ids):
     assert row["cache_ratio"] == plan.cache_bytes(760) / hz.AttentionPlan.base(plan.geometry).cache_bytes(760)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.plan.assignment == plan.assignment
+    card = ModelCard.load(folder / "README.md")
+    assert (card.data.base_model, card.data.license) == (str(base), "mit")
+    score = next(r for r in metrics["rows"] if r["selector"] == "hybrid" and r["task"] == "needle" and r["depth"] is None)
+    assert f"| hybrid | {score['score']:.2f} (" in card.text and plan.map() in card.text
 
     code, out, err = run(capsys, "eval", folder, "--out", tmp_path / "eval", *PROVE, "--json")
     assert code == 0, err

@@ -15,6 +15,7 @@ from hybridize.loading import Loaded, load
 from hybridize.methods.nll import control_plans
 from hybridize.options import lengths_of, load_model, read_config, ruler_tasks, selection_of
 from hybridize.plan import AttentionPlan, units_for_budget
+from hybridize.report.card import write_card
 from hybridize.report.charts import short
 from hybridize.report.page import write_report
 from hybridize.results import results, write_results
@@ -166,6 +167,7 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
                 _save_model(run, loaded, hybrid, scores, options["max_shard_size"])
     terminal.close()
     _write_run(run, f"{model} by {method}", chosen, scores, rows, seconds, {"model": model})
+    write_card(run.path / "README.md", base=model, plan=chosen, rows=rows)
     _lift_model(run)
     folder = run.finish()
     terminal.quality_table(rows)
