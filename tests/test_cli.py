@@ -81,7 +81,7 @@ def test_the_whole_way(capsys, base, tmp_path, ids):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.plan.assignment == plan.assignment
     card = ModelCard.load(folder / "README.md")
-    assert (card.data.base_model, card.data.license) == (str(base), "mit")
+    assert (card.data.base_model, card.data.license) == ("base", "mit")
     score = next(r for r in metrics["rows"] if r["selector"] == "hybrid" and r["task"] == "needle" and r["depth"] is None)
     assert f"| hybrid | {score['score']:.2f} (" in card.text and plan.map() in card.text
 

@@ -14,9 +14,9 @@ from hybridize.plan import AttentionPlan
 
 def write_card(path: str | Path, *, base: str, plan: AttentionPlan, rows: Sequence[dict[str, Any]]) -> Path:
     """Write README.md from the rows of a conversion's own proof (base and hybrid in one run)."""
-    theirs = _card_of(base)
+    theirs, name = _card_of(base), Path(base).name
     data = ModelCardData(
-        base_model=base,
+        base_model=name if Path(base).exists() else base,  # a local path is nobody else's business
         library_name="hybridize",
         license=theirs.license,
         license_name=getattr(theirs, "license_name", None),
@@ -25,7 +25,6 @@ def write_card(path: str | Path, *, base: str, plan: AttentionPlan, rows: Sequen
         pipeline_tag="text-generation",
         tags=["hybrid-attention", "sliding-window", "long-context"],
     )
-    name = Path(base).name
     text = f"""---
 {data.to_yaml()}
 ---
