@@ -32,12 +32,12 @@ check:
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/tables.py --check
-	$(BIN)/pytest -n 2 --dist worksteal --matrix-json results/matrix.json
+	$(BIN)/pytest -n 2 --dist worksteal --matrix-json=results/matrix.json tests
 
 # the invariant matrix on the newest transformers of the range
 newest: export OMP_NUM_THREADS := 1
 newest:
-	$(BIN)/pytest -n 2 --dist worksteal -m matrix --matrix-json $(CACHE)/matrix_newest.json
+	$(BIN)/pytest -n 2 --dist worksteal -m matrix --matrix-json=$(CACHE)/matrix_newest.json tests
 
 clean:
 	rm -rf $(CACHE) demo-run demo-run.partial

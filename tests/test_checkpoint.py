@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hybridize as hz
 from conftest import BASES, make_base, make_plan, make_tokenizer
@@ -58,6 +58,55 @@ def test_sharded_and_dtypes(base_folder, tmp_path, ids):
     assert load(str(tmp_path / "out"), device_map="cpu").model.device.type == "cpu"
     with pytest.raises(hz.HybridizeError, match="dtype"):
         load(str(tmp_path / "out"), dtype="int3")
+
+
+def test_auto_model_gives_the_body(base_folder, tmp_path, ids):
+    model = converted(base_folder, tmp_path / "out")
+    body = AutoModel.from_pretrained(tmp_path / "out").eval()
+    assert type(body) is type(model.model)
+    with torch.no_grad():
+        assert torch.equal(body(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+class Lora(torch.nn.Module):
+    """The names and shapes that peft gives a wrapped projection."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        out, into = base_layer.weight.shape
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(into, 2, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(2, out, bias=False)})
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def test_adapters_are_stored_in_the_base_layout(ids):
+    """An adapter trained on a hybrid means the same on another plan of the base, through its state dict."""
+
+    def adapted(operator):
+        base = make_base("llama")
+        model = hz.convert(base, make_plan(base, operator)).eval()
+        for attention in model.attentions():
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                setattr(attention, name, Lora(getattr(attention, name)))
+        return model
+
+    torch.manual_seed(5)
+    mixed, plain = adapted("mixed"), adapted("full")
+    plain.load_state_dict(mixed.state_dict())
+    with torch.no_grad():
+        expected = plain(ids).logits
+        with pytest.raises(hz.HybridizeError, match="adapters"):
+            plain.set_plan(mixed.plan)
+        assert torch.equal(plain(ids).logits, expected)
+        mixed.set_plan(hz.AttentionPlan.base(mixed.plan.geometry))
+        torch.testing.assert_close(mixed(ids).logits, expected, **CLOSE)
+        again = adapted("mixed")
+        again.load_state_dict(plain.state_dict())
+        again.set_plan(hz.AttentionPlan.base(mixed.plan.geometry))
+        torch.testing.assert_close(again(ids).logits, expected, **CLOSE)
 
 
 def test_split_and_offloaded(base_folder, tmp_path, ids):

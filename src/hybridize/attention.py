@@ -88,40 +88,43 @@ class HybridAttention(nn.Module):
         if self.group_order == self.wanted_order:
             return
         index = [self.group_order.index(group) for group in self.wanted_order]
-        for name, dim, heads in self._head_axes():
+        for name, dim, heads in self.head_axes():
             module = getattr(self, name)
             hooked = hasattr(module, "_hf_hook")
             if any(p.is_meta for p in module.parameters()) or (hooked and self.shares_weights):
                 raise bad("device_map", "offloaded or split weights", MIXED_PLAN_NEEDS)
             if self.shares_weights:
+                if list(module.children()):
+                    raise bad("plan", "another order of heads", "the plan set before adapters were attached")
                 # a new module over the same weights: the base that this one was adopted from keeps its own order
                 module = copy.copy(module)
                 module._parameters = {
                     key: None if p is None else nn.Parameter(p, p.requires_grad) for key, p in module._parameters.items()
                 }
                 setattr(self, name, module)
-            for key, parameter in module.named_parameters(recurse=False):
-                if not (key == "bias" and dim == 1):  # o_proj's bias belongs to no head
-                    axis = dim if key == "weight" else 0
-                    parameter.data = select_heads(parameter.data, index, heads, self.head_dim, axis)
+            for key, parameter in module.named_parameters():
+                if lies_on_heads(key, dim):
+                    parameter.data = select_heads(parameter.data, index, heads, self.head_dim, dim)
         self.group_order = self.wanted_order
         self.shares_weights = False
 
-    def _head_axes(self) -> list[tuple[str, int, int]]:
+    def head_axes(self) -> list[tuple[str, int, int]]:
         """(projection, axis of its weight that heads lie on, heads a group has there)."""
         return [("q_proj", 0, self.group_size), ("k_proj", 0, 1), ("v_proj", 0, 1), ("o_proj", 1, self.group_size)]
 
-    def base_layout(self, name: str, tensor: Tensor, back: bool) -> Tensor:
-        """A weight of this module in the base's layout from memory layout (`back`), or the other way round."""
+    def base_layout(self, state_dict: dict[str, Tensor], prefix: str, back: bool) -> None:
+        """In place: this module's entries of a state dict from memory order to the base's (`back`), or the other way.
+
+        LoRA factors follow the weight they belong to, so adapters are saved and loaded in the base's layout too.
+        """
         order = list(self.group_order)
         if order == sorted(order):
-            return tensor
-        projection, _, key = name.partition(".")
-        for axis_name, dim, heads in self._head_axes():
-            if projection == axis_name and not (key == "bias" and dim == 1):
-                index = [order.index(group) for group in range(len(order))] if back else order
-                return select_heads(tensor, index, heads, self.head_dim, dim if key == "weight" else 0)
-        return tensor
+            return
+        index = [order.index(group) for group in range(len(order))] if back else order
+        for name, dim, heads in self.head_axes():
+            start = f"{prefix}{name}."
+            for key in [key for key in state_dict if key.startswith(start) and lies_on_heads(key[len(start) :], dim)]:
+                state_dict[key] = select_heads(state_dict[key], index, heads, self.head_dim, dim)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, dict[str, Tensor]]:
         """hidden [B, T, E] (normed input of the layer) to (output of o_proj [B, T, E], aux of the operators)."""
@@ -178,19 +181,19 @@ def select_heads(weight: Tensor, order: list[int], heads: int, head_dim: int, di
     return weight.index_select(dim, index.reshape(-1))
 
 
+def lies_on_heads(key: str, dim: int) -> bool:
+    """Whether a parameter of a projection, adapters included, has its heads along `dim` (0 for q, k, v; 1 for o)."""
+    if "lora_" in key:
+        return key.startswith("lora_B." if dim == 0 else "lora_A.")
+    return dim == 0 or key.endswith("weight")  # o_proj's bias belongs to no head
+
+
 def _to_base_layout(module: Any, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any) -> None:
-    for name in _own_keys(module, state_dict, prefix):
-        state_dict[prefix + name] = module.base_layout(name, state_dict[prefix + name], back=True)
+    module.base_layout(state_dict, prefix, back=True)
 
 
 def _from_base_layout(module: Any, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    for name in _own_keys(module, state_dict, prefix):
-        state_dict[prefix + name] = module.base_layout(name, state_dict[prefix + name], back=False)
-
-
-def _own_keys(module: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> list[str]:
-    names = [f"{projection}.{key}" for projection in ("q_proj", "k_proj", "v_proj", "o_proj") for key in ("weight", "bias")]
-    return [name for name in names if prefix + name in state_dict]
+    module.base_layout(state_dict, prefix, back=False)
 
 
 class HybridDecoderLayer(GradientCheckpointingLayer):

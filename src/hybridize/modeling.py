@@ -28,7 +28,36 @@ else:
     Body = object
 
 
-class HybridModel(Body):
+class HeadOrder(Body):
+    """Loading that ends with heads in span order, for bodies and causal LMs alike."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.permute_heads()
+        return loaded
+
+    def permute_heads(self) -> None:
+        """Bring heads into span order; files and state dicts stay in the base's layout.
+
+        Raises:
+            HybridizeError: weights are quantized and some layer mixes operators.
+        """
+        attentions = self.attentions()
+        if any(a.group_order != a.wanted_order for a in attentions) and getattr(self, "hf_quantizer", None) is not None:
+            raise HybridizeError(
+                "quantization: got a quantized model and a plan that mixes operators inside a layer, expected plain weights "
+                "(packed rows cannot be reordered); use a plan of whole layers, or load without quantization"
+            )
+        for attention in attentions:
+            attention.permute()
+
+    def attentions(self) -> list[HybridAttention]:
+        return [module for module in self.modules() if isinstance(module, HybridAttention)]
+
+
+class HybridModel(HeadOrder):
     """Body of a hybrid model, mixed into a base body class: embeddings, layers, final norm."""
 
     _no_split_modules = ["HybridDecoderLayer"]
@@ -170,7 +199,7 @@ def _rows(ids: Tensor, order: Tensor) -> Tensor:
     return ids.expand_as(order).gather(1, order)
 
 
-class HybridForCausalLM(HybridGenerationMixin, Body):
+class HybridForCausalLM(HeadOrder, HybridGenerationMixin):
     """Hybrid model with its language-model head, mixed into a base causal-LM class."""
 
     body_class: type[nn.Module]
@@ -191,36 +220,16 @@ class HybridForCausalLM(HybridGenerationMixin, Body):
     def plan(self) -> AttentionPlan:
         return self.model.plan
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model.permute_heads()
-        return loaded
-
-    def permute_heads(self) -> None:
-        """Bring heads into span order; files and state dicts stay in the base's layout.
-
-        Raises:
-            HybridizeError: weights are quantized and some layer mixes operators.
-        """
-        attentions = self.attentions()
-        if any(a.group_order != a.wanted_order for a in attentions) and getattr(self, "hf_quantizer", None) is not None:
-            raise HybridizeError(
-                "quantization: got a quantized model and a plan that mixes operators inside a layer, expected plain weights "
-                "(packed rows cannot be reordered); use a plan of whole layers, or load without quantization"
-            )
-        for attention in attentions:
-            attention.permute()
-
-    def attentions(self) -> list[HybridAttention]:
-        return [layer.self_attn for layer in self.model.layers]
-
     def set_plan(self, plan: AttentionPlan) -> None:
-        """Re-cut the model to another plan of the same base, in place and without loss."""
+        """Re-cut the model to another plan of the same base, in place and without loss; refused, it keeps the one it has."""
         plan.check_base(self.plan.geometry)
+        before = self.plan
         self.model.use_plan(plan)
-        self.permute_heads()
+        try:
+            self.permute_heads()
+        except HybridizeError:
+            self.model.use_plan(before)
+            raise
         self.config.hybrid_plan = plan.to_dict()
 
     @contextmanager
