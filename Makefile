@@ -37,7 +37,7 @@ check:
 # the invariant matrix on the newest transformers of the range
 newest: export OMP_NUM_THREADS := 1
 newest:
-	$(BIN)/pytest -n 2 --dist worksteal -m matrix --matrix-json=$(CACHE)/matrix_newest.json tests
+	$(BIN)/pytest -n 2 --dist worksteal --matrix-json=$(CACHE)/matrix_newest.json tests/test_matrix.py
 
 clean:
 	rm -rf $(CACHE) demo-run demo-run.partial

@@ -151,7 +151,16 @@ def cache(data):
     return table(["tokens", "base cache", "hybrid cache", "ratio", "equals plan.cache_bytes()"], body)
 
 
+def agreement(data):
+    body = []
+    for task, metric in dict.fromkeys((r["task"], r["metric"]) for r in data["rows"]):
+        cells = {r["by"]: r for r in data["rows"] if (r["task"], r["metric"]) == (task, metric)}
+        body.append([task, metric, *[f"{r['hits']} of {r['n']}" for r in cells.values()]])
+    return table(["set", "metric", *dict.fromkeys(r["by"] for r in data["rows"])], body)
+
+
 TABLES = {
+    "docs/evaluation.md": {"agreement": (agreement, "lm_eval_agreement")},
     "docs/nll.md": {
         "nll-main": (nll_main, "nll_smollm2"),
         "nll-explore": (nll_explore, "nll_smollm2"),
