@@ -62,6 +62,16 @@ def batches(prompts: Sequence[Prompt], tokens: int, device: torch.device | str, 
         start = stop
 
 
+def left_pad(rows: Sequence[Sequence[int]], device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Token ids behind padding on the left, and their mask, both [B, T]: how generate takes rows of unequal length."""
+    longest = max(map(len, rows))
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, each in enumerate(rows):
+        ids[row, longest - len(each) :], mask[row, longest - len(each) :] = torch.tensor(each), 1
+    return ids.to(device), mask.to(device)
+
+
 def answer_logits(model: Any, hidden: Tensor, batch: Batch) -> Tensor:
     """fp32 logits [B, A, V] at the answers' predicting columns, from normed hidden states [B, T, E]."""
     picked = hidden.gather(1, batch.columns[..., None].expand(-1, -1, hidden.shape[-1]))

@@ -89,11 +89,11 @@ def to_base(model: Any) -> PreTrainedModel:
     return with_weights(family_of(model.config.model_type).base_model, base_config(model.config), model)
 
 
-def with_weights(cls: type[PreTrainedModel], config: PreTrainedConfig, model: Any, extra: dict | None = None) -> Any:
+def with_weights(cls: type[PreTrainedModel], config: PreTrainedConfig, model: Any) -> Any:
     """A stock model of class `cls` that carries the hybrid's weights, in the base's layout."""
     state = {key: value.detach().clone() for key, value in model.state_dict().items()}
     made = cls(config).to(device=model.device, dtype=model.dtype)
-    missing, unexpected = made.load_state_dict({**state, **(extra or {})}, strict=False)
+    missing, unexpected = made.load_state_dict(state, strict=False)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if unexpected or set(missing) - tied:
         raise HybridizeError(f"export: got weights that do not fit, missing {missing}, unexpected {unexpected}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +136,6 @@ class AttentionPlan:
         """Keep the base's operator in every group of the layers of `keep`, run `cheap` in all others."""
         pairs = [(layer, group) for layer in keep for group in range(geometry.kv_heads)]
         return cls.from_groups(geometry, pairs, cheap, provenance)
-
-    def with_provenance(self, **more: Any) -> AttentionPlan:
-        return replace(self, provenance={**self.provenance, **more})
 
     # -- reading plans --------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ def demo(
             units_for_budget(base.geometry.layers, budget)
         with counted(seconds, "score"):
             scores = compute_scores(run, loaded, hybrid, ask, terminal.report)
-        chosen = plan_of_scores(scores, hybrid, ask)
+        chosen = plan_of_scores(scores, base, ask)
         controls = control_plans(base, ask.cheap, budget)
         plans = {"full": base, "drop": chosen, "all-window": controls["all-window"]}
         plans |= {name: plan for name, plan in controls.items() if name.startswith("periodic")}
@@ -109,7 +109,7 @@ def plan(
     if (scores is None) == (selector is None):
         raise bad("scores, selector", "both or neither", "exactly one of --scores and --selector")
     if scores is not None:
-        made = plan_of_scores(Scores.load(scores), _Planned(base), ask)
+        made = plan_of_scores(Scores.load(scores), base, ask)
     else:
         controls = control_plans(base, ask.cheap, ask.budget)
         if selector not in controls:
@@ -154,8 +154,8 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
         with counted(seconds, "score"):
             if scores is None and fixed is None:
                 scores = compute_scores(run, loaded, hybrid, ask, terminal.report)
-        chosen = fixed or plan_of_scores(scores, hybrid, ask)  # type: ignore[arg-type]
-        base = AttentionPlan.base(chosen.geometry)
+        base = AttentionPlan.base(hybrid.plan.geometry)
+        chosen = fixed or plan_of_scores(scores, base, ask)  # type: ignore[arg-type]
         with counted(seconds, "prove"):
             rows = prove(run, loaded, hybrid, {"full": base, "hybrid": chosen}, proof, terminal.report)
         hybrid.set_plan(chosen)
@@ -219,13 +219,6 @@ def export(terminal: Terminal, model: str, out: Path, form: str, overwrite: bool
         folder = checkpoint.export(loaded.model, loaded.tokenizer, out, form, overwrite)
     terminal.say(f"{form}: {folder}")
     terminal.result({"out": str(folder), "form": form})
-
-
-class _Planned:
-    """Stands for a model where only its plan is asked for."""
-
-    def __init__(self, plan: AttentionPlan) -> None:
-        self.plan = plan
 
 
 def _save_model(run: RunFolder, loaded: Loaded, hybrid: Any, scores: Scores | None, shard: str = "5GB") -> None:
@@ -310,7 +303,7 @@ def _dry_run(
         fixed.check_base(base.geometry)
         made = fixed
     elif given is not None:
-        made = plan_of_scores(given, _Planned(base), ask)
+        made = plan_of_scores(given, base, ask)
     else:
         keep = units_for_budget(base.geometry.layers, ask.budget)
         terminal.say(f"which {keep} layers stay is known after scoring; what they cost does not depend on it:")

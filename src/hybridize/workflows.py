@@ -125,16 +125,16 @@ def compute_scores(run: RunFolder, loaded: Loaded, model: Any, ask: Selection, r
     return Scores(ask.unit, np.concatenate([p.samples for p in parts]), {**provenance, "seed": ask.seed, "text": ask.text})
 
 
-def plan_of_scores(scores: Scores, model: Any, ask: Selection) -> AttentionPlan:
-    """The plan of `ask` from scores.
+def plan_of_scores(scores: Scores, base: AttentionPlan, ask: Selection) -> AttentionPlan:
+    """The plan of `ask` from scores, for the model whose base plan is `base`.
 
     Raises:
         HybridizeError: scores of another base.
     """
-    identity, mine = scores.provenance.get("identity"), model.plan.geometry.identity
+    identity, mine = scores.provenance.get("identity"), base.geometry.identity
     if identity and identity != mine:
         raise bad("scores.identity", identity, f"{mine!r}, as the model has (these scores were made for another base)")
-    return plan_from_scores(scores, AttentionPlan.base(model.plan.geometry), ask.cheap, ask.budget)
+    return plan_from_scores(scores, base, ask.cheap, ask.budget)
 
 
 def prove(

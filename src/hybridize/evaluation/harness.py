@@ -15,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from hybridize.answers import answer_hits, answer_log_probability, batches, run_answers
+from hybridize.answers import answer_hits, answer_log_probability, batches, left_pad, run_answers
 from hybridize.data.needles import Prompt
 from hybridize.errors import bad
 from hybridize.loading import Loaded, load
@@ -143,21 +143,17 @@ class HybridLM(TemplateLM):
         stops = [stops] if isinstance(stops, str) else list(stops)
         tokens = int(options.pop("max_gen_toks", self.max_gen_toks))
         ids = [self.tok_encode(context)[-(self.max_length - tokens) :] for context in contexts]
-        longest = max(map(len, ids))
-        rows = torch.zeros(len(ids), longest, dtype=torch.long)
-        mask = torch.zeros_like(rows)
-        for row, each in enumerate(ids):
-            rows[row, longest - len(each) :], mask[row, longest - len(each) :] = torch.tensor(each), 1
+        rows, mask = left_pad(ids, self.model.device)
         if not options.get("do_sample") or options.get("temperature") == 0:
             options = {"do_sample": False}
         out = self.model.generate(
-            rows.to(self.model.device),
-            attention_mask=mask.to(self.model.device),
+            rows,
+            attention_mask=mask,
             max_new_tokens=tokens,
             pad_token_id=self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0,
             **options,
         )
-        texts = self.tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(out[:, rows.shape[1] :], skip_special_tokens=True)
         return [_cut(text, stops) for text in texts]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hybridize.answers import left_pad
 from hybridize.data.ruler import RulerPrompt
 from hybridize.errors import bad
 
@@ -32,20 +33,15 @@ def ruler_answers(
     """Each prompt with the model's greedy answer, in the given order; rows of a batch are padded on the left."""
     answered: list[tuple[RulerPrompt, str]] = []
     for batch in _batches(prompts, batch_tokens):
-        longest = max(len(prompt.ids) for prompt in batch)
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(batch):
-            ids[row, longest - len(prompt.ids) :] = torch.tensor(prompt.ids)
-            mask[row, longest - len(prompt.ids) :] = 1
+        ids, mask = left_pad([prompt.ids for prompt in batch], model.device)
         out = model.generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
+            ids,
+            attention_mask=mask,
             max_new_tokens=batch[0].new_tokens,
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
         )
-        texts = tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
+        texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
         answered += zip(batch, texts, strict=True)
         if progress:
             progress(len(answered))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -60,7 +60,7 @@ def bars(values: Sequence[float], errors: Sequence[float], chosen: Sequence[int]
     return _frame("".join(parts), label)
 
 
-def lines(x_values: Sequence[int], series: dict[str, Sequence[float]], label: str) -> str:
+def lines(x_values: Sequence[int], series: Mapping[str, Sequence[float]], label: str) -> str:
     """Lines over contexts that double from 1K on, with a legend."""
     high = max(max(values) for values in series.values()) or 1.0
 

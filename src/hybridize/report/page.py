@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,11 @@ def write_report(
     base = AttentionPlan.base(plan.geometry)
     contexts = [2**i for i in range(10, 18)]
     names = _variants(rows)
+
+    def costs(label: str, cost: Callable[[AttentionPlan, int], int]) -> Markup:
+        each = {name: [cost(p, n) for n in contexts] for name, p in (("base", base), ("hybrid", plan))}
+        return Markup(lines(contexts, each, label))
+
     html = template.render(
         title=title,
         plan=plan,
@@ -51,36 +56,9 @@ def write_report(
         heatmaps=[(name, _heatmap(rows, name)) for name in names],
         score_bars=None if scores is None else Markup(_score_bars(scores, plan)),
         scorer=None if scores is None else scores.provenance.get("scorer"),
-        cache_lines=Markup(
-            lines(
-                contexts,
-                {
-                    "base": [base.cache_bytes(c, 1, dtype) for c in contexts],
-                    "hybrid": [plan.cache_bytes(c, 1, dtype) for c in contexts],
-                },
-                "cache bytes over context",
-            )
-        ),
-        prefill_lines=Markup(
-            lines(
-                contexts,
-                {
-                    "base": [base.prefill_flops(c) for c in contexts],
-                    "hybrid": [plan.prefill_flops(c) for c in contexts],
-                },
-                "attention FLOPs of a prefill over context",
-            )
-        ),
-        decode_lines=Markup(
-            lines(
-                contexts,
-                {
-                    "base": [base.decode_flops(c) for c in contexts],
-                    "hybrid": [plan.decode_flops(c) for c in contexts],
-                },
-                "attention FLOPs of one decoded token over context",
-            )
-        ),
+        cache_lines=costs("cache bytes over context", lambda p, n: p.cache_bytes(n, 1, dtype)),
+        prefill_lines=costs("attention FLOPs of a prefill over context", AttentionPlan.prefill_flops),
+        decode_lines=costs("attention FLOPs of one decoded token over context", AttentionPlan.decode_flops),
     )
     return write_text(path, html)
 
