@@ -22,8 +22,8 @@ import hybridize as hz
 from hybridize.answers import batches, run_answers
 from hybridize.data.needles import KINDS, needle_prompts
 from hybridize.data.text import bundled_text
-from hybridize.evaluation.perplexity import perplexity_rows
-from hybridize.evaluation.retrieval import retrieval_hits, retrieval_rows
+from hybridize.evaluation.perplexity import position_cells
+from hybridize.evaluation.retrieval import retrieval_cells, retrieval_hits
 from hybridize.files import read_json, write_json
 from hybridize.loading import load
 from hybridize.methods.nll import SCORERS, control_plans, plan_from_scores, score
@@ -111,7 +111,11 @@ class Experiment:
             prompts = self.prompts(count or self.count, lengths or self.lengths, kinds, TEST_SEED, "evaluation")
             with self.model.temporary_plan(plan):
                 hits = retrieval_hits(self.model, prompts, batch_tokens=self.tokens)
-            return {"rows": retrieval_rows(prompts, hits), "layers": plan.kept_layers, "groups": len(plan.kept_groups)}
+            return {
+                "rows": [cell.row() for cell in retrieval_cells(prompts, hits)],
+                "layers": plan.kept_layers,
+                "groups": len(plan.kept_groups),
+            }
 
         return self.once(f"eval-{name}", make)["data"]
 
@@ -183,7 +187,9 @@ def perplexity(x):
             def make(plan=plan):
                 with x.model.temporary_plan(plan):
                     length, windows = (1024, 2) if x.args.small else (4096, 16)
-                    return perplexity_rows(x.model, x.tokenizer, [bundled_text("evaluation")], length=length, windows=windows)
+                    text = [bundled_text("evaluation")]
+                    cells = position_cells(x.model, x.tokenizer, text, length=length, windows=windows)
+                    return [cell.row() for cell in cells]
 
             x.once(f"ppl-{size}-{name}", make)
 

@@ -8,7 +8,7 @@ import torch
 import hybridize as hz
 from conftest import make_base, make_plan, make_tokenizer
 from hybridize.data.choice import Item, continuation_prompt, load_items
-from hybridize.evaluation.choice import choice_results, choice_rows
+from hybridize.evaluation.choice import choice_cells, choice_results
 from test_cli import run, short_text  # noqa: F401  a fixture
 
 ROWS = {
@@ -83,7 +83,7 @@ def test_results_are_sums_of_log_probabilities(tokenizer, batch_tokens):
         assert result["acc_norm"] == (shares.index(max(shares)) == item.gold)
         assert result["gold_nats"] == pytest.approx(sums[item.gold], abs=1e-3)
     assert len({r["acc"] for r in results}) == 2  # some right, some wrong: the comparison says something
-    rows = choice_rows("set", results)
+    rows = [cell.row() for cell in choice_cells("set", results)]
     assert [row["metric"] for row in rows] == ["acc", "acc_norm", "gold_perplexity"]
     assert rows[0]["score"] == sum(r["acc"] for r in results) / 8 and rows[0]["low"] < rows[0]["score"] < rows[0]["high"]
 
@@ -114,8 +114,8 @@ def test_eval_with_ruler_and_choice(capsys, tmp_path):
     assert code == 0, err
     assert "niah_single_1" in out and "winogrande" in out
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    found = {(r["task"], r.get("metric")): r["n"] for r in metrics["rows"] if r["selector"] == "full"}
-    assert found["niah_single_1", None] == found["vt", None] == 1
+    found = {(r["task"], r["metric"]): r["n"] for r in metrics["rows"] if r["selector"] == "full"}
+    assert found["niah_single_1", "score"] == found["vt", "score"] == 1
     assert all(found[name, metric] == 1 for name in ROWS for metric in ("acc", "acc_norm", "gold_perplexity"))
     assert 'data-task="lambada"' in (tmp_path / "out" / "report.html").read_text()
     code, _, err = run(capsys, "eval", base, "--out", tmp_path / "o", "--ruler", "magic")

@@ -14,11 +14,13 @@ import hybridize as hz
 from conftest import make_base, make_plan, make_tokenizer
 from hybridize import cli, workflows
 from hybridize.data.text import bundled_text
+from hybridize.evaluation import suite
 
 
 @pytest.fixture(autouse=True)
 def short_text(monkeypatch):
-    monkeypatch.setattr(workflows, "load_text", lambda *_: [bundled_text("evaluation")[:6000]])
+    for module in (workflows, suite):
+        monkeypatch.setattr(module, "load_text", lambda *_: [bundled_text("evaluation")[:6000]])
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from conftest import make_base
 from hybridize.answers import answer_hits, batches, collate, run_answers
 from hybridize.data.needles import KINDS, Prompt, needle_prompts
 from hybridize.data.text import bundled_text
-from hybridize.evaluation.retrieval import retrieval_hits, retrieval_rows
+from hybridize.evaluation.retrieval import retrieval_cells, retrieval_hits
 from hybridize.methods.nll import RANDOM_SEEDS, control_plans, periodic_layers, plan_from_scores, random_layers, score
 from hybridize.scoring.nll import greedy_scores, nll_scores
 from hybridize.scoring.suffix import SuffixRunner
@@ -250,7 +250,7 @@ def test_argmax_is_greedy_decoding(model, prompts):
     expected = [True, False, True, False, True]
     assert retrieval_hits(model, made) == expected
     assert retrieval_hits(model, made, method="generate") == expected
-    rows = retrieval_rows(made, expected)
+    rows = [cell.row() for cell in retrieval_cells(made, expected)]
     assert rows[0]["score"] == 0.6 and rows[0]["n"] == 5 and rows[0]["low"] < 0.6 < rows[0]["high"]
     (batch,) = batches(made, 10**6, "cpu")
     assert answer_hits(run_answers(model, batch), batch).tolist() == expected

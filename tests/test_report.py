@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hybridize as hz
-from hybridize.evaluation.retrieval import _row
+from hybridize.evaluation.cells import Cell
 from hybridize.report.charts import short
 from hybridize.report.page import write_report
-from hybridize.workflows import plan_row
+from hybridize.workflows import plan_head
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 GEOMETRY = hz.Geometry("llama", layers=6, heads=6, kv_heads=3, head_dim=8, context=4096)
@@ -27,9 +27,10 @@ def make_report(path):
     for name, each in plans.items():
         for context in (512, 1024):
             for depth in (None, 0.25, 0.75):
-                cell = _row(context, depth, [True, name == "full", False])
-                rows.append(plan_row(name, each, 2, 1024, cell))
-        rows.append(plan_row(name, each, 2, 1024, dict(task="perplexity", context=512, positions=[0, 512], score=9.5, n=1)))
+                cell = Cell("needle", "exact", "share", [True, name == "full", False], context=context, depth=depth)
+                rows.append(plan_head(name, each, 2, 1024) | cell.row())
+        cell = Cell("perplexity", "perplexity", "nats", [2.25], context=512, positions=(0, 512))
+        rows.append(plan_head(name, each, 2, 1024) | cell.row())
     scores = hz.Scores("layer", np.random.default_rng(0).normal(size=(4, 6)), {"scorer": "drop"})
     facts = {"model": "<b>&tiny</b>"}  # must be shown, not obeyed
     return write_report(

@@ -11,9 +11,11 @@ import torch
 import hybridize as hz
 from conftest import make_base, make_plan
 from hybridize.data import ruler
-from hybridize.data.ruler import NOISE, TASKS, Question, questions, ruler_prompts
+from hybridize.data.questions import Question, questions
+from hybridize.data.ruler import ruler_prompts
+from hybridize.data.ruler_tasks import NOISE, TASKS, Task
 from hybridize.data.text import bundled_text
-from hybridize.evaluation.ruler import ruler_answers, ruler_rows, ruler_score
+from hybridize.evaluation.ruler import ruler_answers, ruler_cells, ruler_score
 
 TEXT = bundled_text("evaluation")
 
@@ -128,7 +130,7 @@ def test_prompts_fill_the_length(tokenizer, task):
 def test_prompts_stream(tokenizer, monkeypatch):
     built = []
     task = TASKS["niah_single_1"]
-    spy = ruler.Task(lambda *args: built.append(1) or task.build(*args), task.new_tokens)
+    spy = Task(lambda *args: built.append(1) or task.build(*args), task.new_tokens)
     stream = ruler_prompts(tokenizer, spy, TEXT, length=2000, count=10**6, name="spy")
     next(stream)
     assert len(built) < 50
@@ -162,20 +164,21 @@ def test_left_padded_batches_answer_as_single_prompts(tokenizer, operator):
         made = next(ruler_prompts(tokenizer, task, TEXT, length=1400 + 40 * i, count=1, seed=i))
         prompts.append(ruler.RulerPrompt(made.task, made.length, made.ids, 8, made.references, made.metric))
     numbers = types.SimpleNamespace(
-        pad_token_id=0, batch_decode=lambda rows, **_: [" ".join(map(str, row)) for row in rows.tolist()]
+        pad_token_id=0, batch_decode=lambda rows, **_: [" ".join(map(str, row)) for row in rows]
     )
     together = ruler_answers(model, numbers, prompts, batch_tokens=10**6)
     assert [prompt for prompt, _ in together] == prompts
     alone = [ruler_answers(model, numbers, [prompt])[0] for prompt in prompts]
     assert together == alone
     assert len({answer for _, answer in together}) > 4  # the answers differ, so equality says something
-    rows = ruler_rows(together)
+    rows = [cell.row() for cell in ruler_cells(together)]
     assert len(rows) == 16 and all(row["n"] == 1 for row in rows)
 
 
 def test_rows(tokenizer):
     prompt = ruler.RulerPrompt("vt", 100, (1,), 3, ("A", "B"), "all")
-    (row,) = ruler_rows([(prompt, "A B"), (prompt, "A"), (prompt, "B"), (prompt, "")])
+    (cell,) = ruler_cells([(prompt, "A B"), (prompt, "A"), (prompt, "B"), (prompt, "")])
+    row = cell.row()
     assert (row["score"], row["n"]) == (0.5, 4)
     assert row["low"] < 0.5 < row["high"]
     assert torch.tensor(row["high"] - row["low"]) == pytest.approx(2 * 1.96 * 0.408 / 2, rel=1e-2)

@@ -101,3 +101,18 @@ def run_answers(model: Any, batch: Batch) -> Tensor:
     # right padding is never visible to real tokens, so no mask is built for it
     hidden = model.model(input_ids=batch.ids, use_cache=False, **phase).last_hidden_state
     return answer_logits(model, hidden, batch)
+
+
+@torch.no_grad()
+def greedy_texts(model: Any, tokenizer: Any, rows: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> list[str]:
+    """Greedy answers to prompts of unequal length in one left-padded batch, row i cut at `new_tokens[i]` tokens.
+
+    A row that ends early is filled up with the padding or end token, never with one that decodes to text.
+    """
+    ids, mask = left_pad(rows, model.device)
+    end = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=max(new_tokens), do_sample=False, pad_token_id=0 if end is None else end
+    )
+    answers = [row[:room] for row, room in zip(out[:, ids.shape[1] :].tolist(), new_tokens, strict=True)]
+    return tokenizer.batch_decode(answers, skip_special_tokens=True)

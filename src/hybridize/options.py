@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from hybridize import checkpoint
-from hybridize.data.ruler import TASKS
+from hybridize.data.ruler_tasks import TASKS
 from hybridize.errors import HybridizeError, bad
 from hybridize.families import family_of
 from hybridize.files import check_format, read_json

@@ -35,7 +35,7 @@ class Terminal:
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False)
 
-    def report(self, what: str, done: int, of: int) -> None:
+    def report(self, what: str, done: float, of: int) -> None:
         """A progress callback: one bar for each phase, made when it is first heard of."""
         if what not in self.tasks:
             self.progress.start()
@@ -82,8 +82,8 @@ class Terminal:
             table.add_column(name)
         for selector in selectors:
             table.add_column(selector, justify="right")
-        for key in dict.fromkeys((row["task"], row.get("metric", "score"), row["context"]) for row in rows):
-            cells = [row for row in rows if (row["task"], row.get("metric", "score"), row["context"]) == key]
+        for key in dict.fromkeys((row["task"], row["metric"], row["context"]) for row in rows):
+            cells = [row for row in rows if (row["task"], row["metric"], row["context"]) == key]
             shown = [f"{cell['score']:.3f} ({cell['low']:.3f}–{cell['high']:.3f})" for cell in cells]
             table.add_row(key[0], key[1], "" if key[2] is None else str(key[2]), *shown)
         if rows:

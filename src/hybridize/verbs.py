@@ -9,6 +9,7 @@ from typing import Any
 from hybridize import checkpoint
 from hybridize.conversion import memory_estimate
 from hybridize.errors import bad
+from hybridize.evaluation.suite import Proof
 from hybridize.files import check_output_folder, write_json
 from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded, load
@@ -22,7 +23,7 @@ from hybridize.results import results, write_results
 from hybridize.runs import RunFolder, quiet_libraries
 from hybridize.scores import Scores
 from hybridize.terminal import Terminal
-from hybridize.workflows import Proof, Selection, compute_scores, cost_rows, counted, hybrid_of, plan_of_scores, prove
+from hybridize.workflows import Selection, compute_scores, cost_rows, counted, hybrid_of, plan_of_scores, prove
 
 
 def demo(

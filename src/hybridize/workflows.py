@@ -7,21 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hybridize.conversion import convert
-from hybridize.data.choice import load_items
 from hybridize.data.needles import KINDS, Prompt, needle_prompts
-from hybridize.data.ruler import ruler_prompts
 from hybridize.data.text import load_text
 from hybridize.errors import bad
-from hybridize.evaluation.choice import choice_results, choice_rows
-from hybridize.evaluation.perplexity import perplexity_rows
-from hybridize.evaluation.retrieval import retrieval_hits, retrieval_rows
-from hybridize.evaluation.ruler import ruler_answers, ruler_rows
+from hybridize.evaluation.cells import Cell, against, merged
+from hybridize.evaluation.suite import Measure, Proof, measures
 from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded
 from hybridize.methods.nll import plan_from_scores, score
@@ -32,10 +27,10 @@ from hybridize.runs import RunFolder
 from hybridize.scores import Scores
 
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
-Report = Callable[[str, int, int], None]  # (what, done, of)
+Report = Callable[[str, float, int], None]  # (what, done, of)
 
 
-def silent(what: str, done: int, of: int) -> None:
+def silent(what: str, done: float, of: int) -> None:
     """A Report that shows nothing."""
 
 
@@ -63,26 +58,6 @@ class Selection:
 
     def as_config(self) -> dict[str, Any]:
         return {**asdict(self), "lengths": list(self.lengths), "kinds": list(self.kinds)}
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What a plan is measured on."""
-
-    prompts: int = 20
-    lengths: tuple[int, ...] = (1024,)
-    kinds: tuple[str, ...] = ("number",)
-    text: str = "evaluation"
-    seed: int = 2
-    method: str = "argmax"
-    perplexity_windows: int = 4
-    batch_tokens: int = 4096
-    ruler: tuple[str, ...] = ()
-    choice: tuple[str, ...] = ()
-    limit: int | None = None
-
-    def as_config(self) -> dict[str, Any]:
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 def hybrid_of(loaded: Loaded) -> Any:
@@ -140,76 +115,69 @@ def plan_of_scores(scores: Scores, base: AttentionPlan, ask: Selection) -> Atten
 def prove(
     run: RunFolder, loaded: Loaded, model: Any, plans: dict[str, AttentionPlan], proof: Proof, report: Report = silent
 ) -> list[dict[str, Any]]:
-    """Quality rows of every plan on the same prompts, each with its costs as shares of the base's."""
+    """Quality rows of every plan on the same items, each with its costs as shares of the base's.
+
+    The first plan is the base; rows of the others have their paired difference from it.
+    """
+    for plan in plans.values():
+        check_lengths(plan, proof)
+    asked = measures(loaded.tokenizer, proof, run.step)
     rows: list[dict[str, Any]] = []
-    text = "\n\n".join(load_text(proof.text))
-    of, done = len(plans) * proof.prompts * len(proof.lengths), 0
-    for length in proof.lengths:
-        prompts = needle_prompts(
-            loaded.tokenizer, text, length=length, count=proof.prompts, kinds=proof.kinds, seed=proof.seed
-        )
-        for name, plan in plans.items():
-            plan.check_context(length, "length")
-            with model.temporary_plan(plan):
-                measure = partial(
-                    retrieval_hits, model, prompts, method=proof.method, batch_tokens=proof.batch_tokens,
-                    progress=partial(_count, report, done, of),
-                )  # fmt: skip
-                hits = run.step(f"needle-{length}-{name}", measure)
-            done += len(prompts)
-            report("retrieval", done, of)
-            rows += [plan_row(name, plan, proof.seed, max(proof.lengths), cell) for cell in retrieval_rows(prompts, hits)]
-    if proof.perplexity_windows:
-        length = min(proof.lengths)
-        for i, (name, plan) in enumerate(plans.items()):
-            with model.temporary_plan(plan):
-                cells = run.step(
-                    f"perplexity-{length}-{name}",
-                    lambda: perplexity_rows(model, loaded.tokenizer, [text], length=length, windows=proof.perplexity_windows),
-                )
-            report("perplexity", i + 1, len(plans))
-            rows += [plan_row(name, plan, proof.seed, max(proof.lengths), cell) for cell in cells]
-    return rows + _prove_tasks(run, loaded, model, plans, proof, text, report)
-
-
-def _prove_tasks(
-    run: RunFolder, loaded: Loaded, model: Any, plans: dict[str, AttentionPlan], proof: Proof, text: str, report: Report
-) -> list[dict[str, Any]]:
-    """RULER tasks and choice sets, one resumable step a (task, length, plan)."""
-
-    def ruler(task: str, length: int) -> list[dict[str, Any]]:
-        prompts = ruler_prompts(loaded.tokenizer, task, text, length=length, count=proof.prompts, seed=proof.seed)
-        return ruler_rows(ruler_answers(model, loaded.tokenizer, prompts, batch_tokens=proof.batch_tokens))
-
-    def choice(file: str) -> list[dict[str, Any]]:
-        items = load_items(file)[: proof.limit]
-        return choice_rows(Path(file).stem, choice_results(model, loaded.tokenizer, items, batch_tokens=proof.batch_tokens))
-
-    measures = [(f"ruler-{task}-{n}", partial(ruler, task, n)) for task in proof.ruler for n in proof.lengths]
-    measures += [(f"choice-{Path(file).stem}", partial(choice, file)) for file in proof.choice]
-    rows, done = [], 0
-    for step, measure in measures:
-        for name, plan in plans.items():
-            with model.temporary_plan(plan):
-                cells = run.step(f"{step}-{name}", measure)
-            done += 1
-            report("tasks", done, len(measures) * len(plans))
-            rows += [plan_row(name, plan, proof.seed, max(proof.lengths), cell) for cell in cells]
+    base: list[Cell] | None = None
+    for i, (name, plan) in enumerate(plans.items()):
+        with model.temporary_plan(plan):
+            cells = measure(run, asked, name, model, report, i, len(plans))
+        rows += plan_rows(name, plan, proof, cells, base)
+        base = base or cells
     return rows
 
 
-def _count(report: Report, before: int, of: int, done: int, _: int) -> None:
-    report("retrieval", before + done, of)
+def check_lengths(plan: AttentionPlan, proof: Proof) -> None:
+    """Refuse lengths at which the plan would meet RoPE distances that the base never saw."""
+    plan.check_context(max(proof.lengths), "length")
+    plan.check_context(proof.view or 1, "view")
+    plan.check_context(proof.drift, "drift")
 
 
-def plan_row(name: str, plan: AttentionPlan, seed: int, context: int, cell: dict[str, Any]) -> dict[str, Any]:
-    """A results row of one plan, with what it costs at `context` as a share of the base."""
+def measure(
+    run: RunFolder, asked: Sequence[Measure], name: str, model: Any, report: Report = silent, nth: int = 0, of: int = 1
+) -> list[Cell]:
+    """Cells of one plan, the model running it; a step a measure. The plan is number `nth` of `of`, for the progress bars."""
+    size = {m.phase: sum(x.phase == m.phase for x in asked) for m in asked}
+    done = {phase: nth * count for phase, count in size.items()}
+    cells: list[Cell] = []
+    for each in asked:
+
+        def tick(part: int, whole: int, phase: str = each.phase) -> None:
+            report(phase, done[phase] + part / whole, of * size[phase])
+
+        found = run.step(f"{each.name}-{name}", partial(_cells, each, model, tick))
+        cells += [Cell(**cell) for cell in found]
+        done[each.phase] += 1
+        report(each.phase, done[each.phase], of * size[each.phase])
+    return merged(cells)
+
+
+def _cells(each: Measure, model: Any, tick: Callable[[int, int], None]) -> list[dict[str, Any]]:
+    return [cell.to_dict() for cell in each.run(model, tick)]
+
+
+def plan_rows(
+    name: str, plan: AttentionPlan, proof: Proof, cells: Sequence[Cell], base: Sequence[Cell] | None, **more: Any
+) -> list[dict[str, Any]]:
+    """A row a cell, with its paired difference from the base's cells where those are given."""
+    found = {} if base is None else {cell.key: cell for cell in base}
+    head = plan_head(name, plan, proof.seed, max(proof.lengths)) | more
+    return [head | cell.row() | (against(cell, found[cell.key]) if found else {}) for cell in cells]
+
+
+def plan_head(name: str, plan: AttentionPlan, seed: int, context: int) -> dict[str, Any]:
+    """What a results row says of its plan, with what it costs at `context` as a share of the base."""
     base = AttentionPlan.base(plan.geometry)
     windows = [spec for spec in plan.specs() if isinstance(spec, Window)]
     window = max(windows, key=lambda spec: spec.size) if windows else None
-    is_base = plan.assignment == base.assignment
-    row = quality_row(
-        method="base" if is_base else "nll",
+    head = quality_row(
+        method="base" if plan.assignment == base.assignment else plan.provenance.get("method", "plan"),
         selector=name,
         operators=",".join(spec.kind for spec in plan.specs()),
         budget=len(plan.kept_groups) / (plan.geometry.layers * plan.geometry.kv_heads),
@@ -217,9 +185,8 @@ def plan_row(name: str, plan: AttentionPlan, seed: int, context: int, cell: dict
         sinks=window.sinks if window else None,
         decode=window.decode if window else "full",
         seed=seed,
-        **cell,
     )
-    return row | {
+    return head | {
         "kept": len(plan.kept_layers),
         "cache_ratio": plan.cache_bytes(context) / base.cache_bytes(context),
         "prefill_ratio": plan.prefill_flops(context) / base.prefill_flops(context),

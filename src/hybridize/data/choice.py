@@ -23,7 +23,7 @@ class Item:
 
 
 def load_items(path: str | Path) -> list[Item]:
-    """Items of a jsonl file, by the fields of its rows.
+    """Items of a jsonl file, or of all jsonl files of a folder (BLiMP's 67), by the fields of their rows.
 
     - `query`, `choices`, `gold`: each choice behind the query and a space.
     - `sentence` with one `_`, `option1`, `option2`, `gold`: WinoGrande by partial scoring, the rest of the sentence behind
@@ -35,8 +35,12 @@ def load_items(path: str | Path) -> list[Item]:
         HybridizeError: no such file, no rows, or a row of none of these kinds (its line is named).
     """
     path = Path(path)
+    if path.is_dir():
+        if not (files := sorted(path.glob("*.jsonl"))):
+            raise bad("choice", str(path), "a folder with .jsonl files")
+        return [item for file in files for item in load_items(file)]
     if not path.is_file():
-        raise bad("choice", str(path), "an existing .jsonl file")
+        raise bad("choice", str(path), "an existing .jsonl file, or a folder of them")
     items = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():

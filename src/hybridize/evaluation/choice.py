@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from hybridize.answers import answer_hits, answer_log_probability, batches, run_answers
 from hybridize.data.choice import Item, continuation_prompt
-from hybridize.evaluation.statistics import wilson
+from hybridize.evaluation.cells import Cell
 
 
 @torch.no_grad()
@@ -51,20 +50,7 @@ def choice_results(
     return results
 
 
-def choice_rows(task: str, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of acc, acc_norm (Wilson intervals) and, for sets of one continuation an item, perplexity of it."""
-    rows = []
-    for metric in ("acc", "acc_norm"):
-        hits = sum(bool(r[metric]) for r in results)
-        low, high = wilson(hits, len(results))
-        row = {"task": task, "metric": metric, "context": None, "depth": None, "score": hits / len(results)}
-        rows.append(row | {"n": len(results), "low": low, "high": high})
-    nats = [-r["gold_nats"] for r in results]
-    mean = sum(nats) / len(nats)
-    error = 1.96 * math.sqrt(sum((n - mean) ** 2 for n in nats) / max(1, len(nats) - 1) / len(nats))
-    perplexity = {"task": task, "metric": "gold_perplexity", "context": None, "depth": None, "score": _exp(mean)}
-    return [*rows, perplexity | {"n": len(nats), "low": _exp(mean - error), "high": _exp(mean + error)}]
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, 700.0))
+def choice_cells(task: str, results: Sequence[dict[str, Any]]) -> list[Cell]:
+    """Cells of acc, acc_norm and the perplexity of gold continuations (mean nats of a whole one)."""
+    cells = [Cell(task, metric, "share", tuple(float(r[metric]) for r in results)) for metric in ("acc", "acc_norm")]
+    return [*cells, Cell(task, "gold_perplexity", "nats", tuple(-r["gold_nats"] for r in results))]

@@ -10,7 +10,7 @@ import torch
 from hybridize.answers import answer_hits, batches, run_answers
 from hybridize.data.needles import Prompt
 from hybridize.errors import bad
-from hybridize.evaluation.statistics import wilson
+from hybridize.evaluation.cells import Cell
 
 
 def retrieval_hits(
@@ -59,27 +59,15 @@ def _generates(model: Any, prompt: Prompt) -> bool:
     return out[0, ids.shape[1] :].tolist() == answer
 
 
-def retrieval_rows(prompts: Sequence[Prompt], hits: Sequence[bool], depth_buckets: int = 5) -> list[dict[str, Any]]:
-    """One row a (length, depth bucket), and one a length with depth None: score, n, 95 % Wilson interval."""
-    rows = []
+def retrieval_cells(prompts: Sequence[Prompt], hits: Sequence[bool], depth_buckets: int = 5) -> list[Cell]:
+    """One cell a length with depth None, and one a (length, depth bucket)."""
+    cells = []
     for length in sorted({p.length for p in prompts}):
-        chosen = [(p, hit) for p, hit in zip(prompts, hits, strict=True) if p.length == length]
-        rows.append(_row(length, None, [hit for _, hit in chosen]))
+        chosen = [(p, float(hit)) for p, hit in zip(prompts, hits, strict=True) if p.length == length]
+        cells.append(Cell("needle", "exact", "share", tuple(hit for _, hit in chosen), context=length))
         for bucket in range(depth_buckets):
             inside = [hit for p, hit in chosen if min(int(p.depth * depth_buckets), depth_buckets - 1) == bucket]
             if inside:
-                rows.append(_row(length, (bucket + 0.5) / depth_buckets, inside))
-    return rows
-
-
-def _row(length: int, depth: float | None, hits: Sequence[bool]) -> dict[str, Any]:
-    low, high = wilson(sum(hits), len(hits))
-    return {
-        "task": "needle",
-        "context": length,
-        "depth": depth,
-        "score": sum(hits) / len(hits),
-        "n": len(hits),
-        "low": low,
-        "high": high,
-    }
+                depth = (bucket + 0.5) / depth_buckets
+                cells.append(Cell("needle", "exact", "share", tuple(inside), context=length, depth=depth))
+    return cells

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-
-from hybridize.answers import left_pad
+from hybridize.answers import greedy_texts
 from hybridize.data.ruler import RulerPrompt
 from hybridize.errors import bad
+from hybridize.evaluation.cells import Cell
 
 
 def ruler_score(answer: str, references: Sequence[str], metric: str) -> float:
@@ -21,39 +19,27 @@ def ruler_score(answer: str, references: Sequence[str], metric: str) -> float:
     return float(any(found)) if metric == "part" else sum(found) / len(found)
 
 
-@torch.no_grad()
 def ruler_answers(
-    model: Any,
-    tokenizer: Any,
-    prompts: Iterable[RulerPrompt],
-    *,
-    batch_tokens: int = 16384,
-    progress: Callable[[int], None] | None = None,
+    model: Any, tokenizer: Any, prompts: Iterable[RulerPrompt], *, batch_tokens: int = 16384
 ) -> list[tuple[RulerPrompt, str]]:
-    """Each prompt with the model's greedy answer, in the given order; rows of a batch are padded on the left."""
+    """Each prompt with the model's greedy answer, in the given order; rows of a batch are padded on the left.
+
+    Tasks share batches: one that answers in fewer tokens than its neighbours has its answer cut at its own limit, which is
+    the answer it gives alone.
+    """
     answered: list[tuple[RulerPrompt, str]] = []
     for batch in _batches(prompts, batch_tokens):
-        ids, mask = left_pad([prompt.ids for prompt in batch], model.device)
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=batch[0].new_tokens,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
-        )
-        texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+        texts = greedy_texts(model, tokenizer, [p.ids for p in batch], [p.new_tokens for p in batch])
         answered += zip(batch, texts, strict=True)
-        if progress:
-            progress(len(answered))
     return answered
 
 
-def _batches(prompts: Iterable[RulerPrompt], tokens: int) -> Iterable[list[RulerPrompt]]:
-    """Neighbours with the same room for an answer, at most `tokens` padded tokens together."""
+def _batches(prompts: Iterable[RulerPrompt], tokens: int) -> Iterator[list[RulerPrompt]]:
+    """Neighbours, at most `tokens` padded tokens together."""
     batch: list[RulerPrompt] = []
     for prompt in prompts:
         width = max(len(p.ids) + p.new_tokens for p in [*batch, prompt])
-        if batch and (width * (len(batch) + 1) > tokens or prompt.new_tokens != batch[0].new_tokens):
+        if batch and width * (len(batch) + 1) > tokens:
             yield batch
             batch = []
         batch.append(prompt)
@@ -61,18 +47,10 @@ def _batches(prompts: Iterable[RulerPrompt], tokens: int) -> Iterable[list[Ruler
         yield batch
 
 
-def ruler_rows(answered: Sequence[tuple[RulerPrompt, str]]) -> list[dict[str, Any]]:
-    """One row a (task, length): mean score, n, 95 % interval of the mean."""
-    rows = []
-    for task, length in dict.fromkeys((prompt.task, prompt.length) for prompt, _ in answered):
-        scores = [
-            ruler_score(answer, prompt.references, prompt.metric)
-            for prompt, answer in answered
-            if (prompt.task, prompt.length) == (task, length)
-        ]
-        mean, n = sum(scores) / len(scores), len(scores)
-        spread = math.sqrt(sum((s - mean) ** 2 for s in scores) / max(1, n - 1))
-        half = 1.96 * spread / math.sqrt(n)
-        low, high = max(0.0, mean - half), min(1.0, mean + half)
-        rows.append({"task": task, "context": length, "depth": None, "score": mean, "n": n, "low": low, "high": high})
-    return rows
+def ruler_cells(answered: Sequence[tuple[RulerPrompt, str]]) -> list[Cell]:
+    """One cell a (task, length): a score a prompt."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for prompt, answer in answered:
+        score = ruler_score(answer, prompt.references, prompt.metric)
+        found.setdefault((prompt.task, prompt.length), []).append(score)
+    return [Cell(task, "score", "mean", tuple(scores), context=length) for (task, length), scores in found.items()]

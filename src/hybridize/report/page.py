@@ -106,7 +106,7 @@ def _tasks(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     rows = [row for row in rows if row["task"] not in ("needle", "perplexity")]
     lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        lines.setdefault((row["task"], row.get("metric", "score"), row["context"]), []).append(row)
+        lines.setdefault((row["task"], row["metric"], row["context"]), []).append(row)
     shown = [{"task": t, "metric": m, "length": n, "cells": cells} for (t, m, n), cells in lines.items()]
     return {"selectors": list(dict.fromkeys(row["selector"] for row in rows)), "rows": shown} if rows else None
 
