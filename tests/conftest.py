@@ -52,6 +52,7 @@ OPERATORS = {
     "window_no_sinks": hz.Window(6, 0),
     "window_rebased": hz.Window(5, 2, sink_positions="rebased"),
     "window_full_decode": hz.Window(5, 2, decode="full"),
+    "snapkv": hz.SnapKV(9, observe=3, pool=3),
 }
 
 
@@ -78,7 +79,7 @@ def make_plan(model, operator):
     rows = [
         ("window", "full", "window"),
         ("full", "window_rebased", "full"),
-        ("window_full_decode", "window_no_sinks", "full"),
+        ("window_full_decode", "window_no_sinks", "snapkv"),
     ]
     return hz.AttentionPlan(geometry, OPERATORS, rows)
 

@@ -79,16 +79,18 @@ def test_variable_tracking():
     assert f"5 variables are assigned the value {value}" in made.prefix
 
 
-@pytest.mark.parametrize(("size", "often", "seldom"), [(400, 30, 3), (100, 6, 1)])
-def test_common_words(size, often, seldom):
-    made = example("cwe", size)
+@pytest.mark.parametrize(
+    ("length", "often", "seldom", "example"), [(4096, 30, 3, [3] * 30 + [10] * 10), (4095, 6, 1, [1] * 10 + [3] * 10)]
+)
+def test_common_words(length, often, seldom, example):
+    made = TASKS["cwe"].build_for(length)(random.Random(0), 100, TEXT)
     listed = made.text.rsplit("\n\n", 1)[1].split("\n")[1]
     counts = Counter(re.findall(r"\d+\. (\w+)", listed))
-    assert len(made.references) == 10 and len(counts) == size + 10
+    assert len(made.references) == 10 and len(counts) == 110
     assert {counts[word] for word in made.references} == {often}
     assert {n for word, n in counts.items() if word not in made.references} == {seldom}
     shown = Counter(re.findall(r"\d+\. (\w+)", made.text.split("\n")[1]))
-    assert sorted(shown.values()) == [3] * 30 + [10] * 10
+    assert sorted(shown.values()) == example
 
 
 def test_frequent_words():
@@ -112,7 +114,7 @@ def test_questions():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_prompts_fill_the_length(tokenizer, task):
-    length = 6000
+    length = 9000
     prompts = list(ruler_prompts(tokenizer, task, TEXT, length=length, count=2, seed=1))
     for prompt in prompts:
         used = len(prompt.ids) + prompt.new_tokens
@@ -163,9 +165,7 @@ def test_left_padded_batches_answer_as_single_prompts(tokenizer, operator):
     for i, task in enumerate(("niah_single_1", "niah_single_2", "niah_multikey_2", "niah_single_3") * 4):
         made = next(ruler_prompts(tokenizer, task, TEXT, length=1400 + 40 * i, count=1, seed=i))
         prompts.append(ruler.RulerPrompt(made.task, made.length, made.ids, 8, made.references, made.metric))
-    numbers = types.SimpleNamespace(
-        pad_token_id=0, batch_decode=lambda rows, **_: [" ".join(map(str, row)) for row in rows]
-    )
+    numbers = types.SimpleNamespace(pad_token_id=0, batch_decode=lambda rows, **_: [" ".join(map(str, row)) for row in rows])
     together = ruler_answers(model, numbers, prompts, batch_tokens=10**6)
     assert [prompt for prompt, _ in together] == prompts
     alone = [ruler_answers(model, numbers, [prompt])[0] for prompt in prompts]

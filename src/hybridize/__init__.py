@@ -5,7 +5,7 @@ from hybridize.conversion import convert, to_base
 from hybridize.errors import HybridizeError
 from hybridize.families import register
 from hybridize.geometry import geometry_of
-from hybridize.operators.specs import Full, Window
+from hybridize.operators.specs import Full, SnapKV, Window
 from hybridize.plan import AttentionPlan, Geometry
 from hybridize.scores import Scores
 
@@ -17,6 +17,7 @@ __all__ = [
     "HybridCache",
     "HybridizeError",
     "Scores",
+    "SnapKV",
     "Window",
     "convert",
     "geometry_of",

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hybridize.errors import HybridizeError
+from hybridize.errors import HybridizeError, bad
 from hybridize.operators.contract import Chunk, State
 from hybridize.operators.registry import build_operator
+from hybridize.operators.snapkv import SnapState
 from hybridize.plan import AttentionPlan
 
 
@@ -127,8 +128,16 @@ class HybridCache(Cache):
         self._columns += chunk.tokens
 
     def start_prompt(self, prompt_len: Tensor) -> None:
-        """Say where each row's prompt ends, counted from the row's first token, before its first chunk. [B] int64."""
-        self.prompt_len = prompt_len.to(torch.int64)
+        """Say where each row's prompt ends, counted from the row's first token, before its first chunk. [B] int64.
+
+        Raises:
+            HybridizeError: another prompt after an operator has dropped tokens of the first one.
+        """
+        prompt_len = prompt_len.to(torch.int64)
+        states = [state for layer in self.layers for state in layer.states]
+        if any(isinstance(s, SnapState) and s.done for s in states) and not torch.equal(prompt_len, self.prompt_len):
+            raise bad("prompt_len", prompt_len.tolist(), "the first prompt's: SnapKV has dropped tokens (use a new cache)")
+        self.prompt_len = prompt_len
 
     def bytes(self) -> int:
         """Bytes allocated: every storage counted once and whole, so that a view that pins a prefill shows."""

@@ -41,6 +41,13 @@ BatchTokens = Annotated[int, typer.Option(help="Padded tokens a batch.")]
 TestPrompts = Annotated[int, typer.Option(help="Needle prompts per length and plan.")]
 Lengths = Annotated[str, typer.Option(help="Needle lengths, tokens, comma-separated.")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan.json to use.")]
+Ruler = Annotated[str | None, typer.Option(help="RULER tasks, comma-separated, or 'all'; at every length.")]
+Qa = Annotated[list[str] | None, typer.Option(help="A SQuAD or HotpotQA .json: RULER's qa_1, qa_2; repeatable.")]
+Choice = Annotated[list[str] | None, typer.Option(help="A jsonl set or a folder of them (choices, LAMBADA, ...); repeatable.")]
+Perplexity = Annotated[list[str] | None, typer.Option(help="A .txt or .jsonl scored with a sliding stride; repeatable.")]
+Long = Annotated[list[str] | None, typer.Option(help="A LongBench .jsonl or LongMemEval .json; repeatable.")]
+Drift = Annotated[int, typer.Option(help="Tokens of a long generation, base against hybrid; 0: none.")]
+Limit = Annotated[int | None, typer.Option(help="Only the first so many rows (views) of each set.")]
 ScoresFile = Annotated[Path | None, typer.Option("--scores", help="A scores.json to use instead of scoring.")]
 
 
@@ -163,24 +170,68 @@ def evaluate(
     plan: PlanFile = None,
     test_prompts: TestPrompts = 20,
     lengths: Lengths = "1024",
-    kinds: Annotated[str, typer.Option(help="Needle kinds, comma-separated.")] = "number",
+    kinds: Annotated[str, typer.Option(help="Needle kinds, comma-separated; '' for none.")] = "number",
     generate: Annotated[bool, typer.Option("--generate", help="Decode greedily instead of teacher-forced argmax.")] = False,
-    ruler: Annotated[str | None, typer.Option(help="RULER tasks, comma-separated, or 'all'; at every needle length.")] = None,
-    choice: Annotated[list[str] | None, typer.Option(help="A jsonl set (choices, LAMBADA, BLiMP, ...); repeatable.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many rows of each set.")] = None,
-    text: Annotated[str, typer.Option(help="Text of haystacks and perplexity.")] = "evaluation",
+    ruler: Ruler = None,
+    qa: Qa = None,
+    choice: Choice = None,
+    perplexity: Perplexity = None,
+    view: Annotated[int | None, typer.Option(help="Tokens seen at once by --perplexity; default the first length.")] = None,
+    stride: Annotated[int | None, typer.Option(help="How far --perplexity moves on; default half the view.")] = None,
+    long: Long = None,
+    drift: Drift = 0,
+    limit: Limit = None,
+    without: Annotated[list[str] | None, typer.Option(help="Also measure with this off: window, sinks; repeatable.")] = None,
+    perplexity_windows: Annotated[int, typer.Option(help="Stretches for perplexity by position; 0: none.")] = 4,
+    text: Annotated[str, typer.Option(help="Text of haystacks and perplexity by position.")] = "evaluation",
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 2,
     batch_tokens: BatchTokens = 4096,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
     trust_remote_code: Trust = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it will cost; write nothing.")] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure a converted folder (or a base under --plan) against its base in the same run."""
-    from hybridize import verbs
+    from hybridize import proving
 
-    verbs.evaluate(_console(as_json), **locals())
+    proving.evaluate(_console(as_json), **locals())
+
+
+@app.command()
+def compare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(help="One .yaml, or entries: controls, selectors, streaming, snapkv, plan or scores files, folders."),
+    ],
+    out: Out,
+    model: Annotated[str | None, typer.Option(help="The base; a .yaml may name it.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Share of layers that keep full attention; sets the bytes.")] = None,
+    window: Annotated[int | None, typer.Option(help="Window of the others, tokens.")] = None,
+    sinks: Annotated[int | None, typer.Option(help="First tokens that stay visible.")] = None,
+    match_at: Annotated[int | None, typer.Option(help="Tokens at which bytes are equal; default the longest length.")] = None,
+    test_prompts: Annotated[int | None, typer.Option(help="Prompts per task and length.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Tokens, comma-separated.")] = None,
+    ruler: Ruler = None,
+    qa: Qa = None,
+    choice: Choice = None,
+    perplexity: Perplexity = None,
+    long: Long = None,
+    drift: Annotated[int | None, typer.Option(help="Tokens of a long generation.")] = None,
+    limit: Limit = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Padded tokens a batch.")] = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    trust_remote_code: Trust = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it will cost; write nothing.")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare many plans at equal cache bytes with the base: quality, significance, bytes, FLOPs, one report."""
+    from hybridize import proving
+
+    proving.compare(_console(as_json), **locals())
 
 
 @app.command()

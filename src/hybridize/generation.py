@@ -37,7 +37,7 @@ class HybridGenerationMixin(GenerationMixin):
         if self.plan.phased:
             prompt = inputs if isinstance(inputs, Tensor) else kwargs.get("inputs_embeds")
             if prompt is None:
-                raise bad("input_ids", None, "a prompt: decode='full' must know where it ends")
+                raise bad("input_ids", None, "a prompt: the plan's operators must know where it ends")
             # everything in the inputs is prompt, also what an earlier turn generated: it will not be asked again
             kwargs["prompt_len"] = torch.full((len(prompt),), prompt.shape[1], device=prompt.device)
         return super().generate(*args, **kwargs)

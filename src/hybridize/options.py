@@ -35,6 +35,29 @@ def selection_of(options: dict[str, Any]) -> Selection:
     return ask
 
 
+PROOF_OPTIONS = {
+    "test_prompts": "prompts", "text": "text", "seed": "seed", "batch_tokens": "batch_tokens", "limit": "limit",
+    "perplexity_windows": "perplexity_windows", "view": "view", "stride": "stride", "drift": "drift",
+}  # fmt: skip
+
+
+def proof_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of Proof that the options ask for; what was not given is left out."""
+    asked = {field: options[name] for name, field in PROOF_OPTIONS.items() if options.get(name) is not None}
+    for name in ("qa", "choice", "perplexity", "long"):
+        if options.get(name):
+            asked[name] = tuple(options[name])
+    if options.get("lengths") is not None:
+        asked["lengths"] = lengths_of(options["lengths"])
+    if options.get("kinds") is not None:
+        asked["kinds"] = tuple(kind for kind in options["kinds"].split(",") if kind)
+    if options.get("ruler") is not None:
+        asked["ruler"] = ruler_tasks(options["ruler"])
+    if options.get("generate"):
+        asked["method"] = "generate"
+    return asked
+
+
 def lengths_of(text: str, field: str = "lengths") -> tuple[int, ...]:
     """Comma-separated lengths."""
     try:

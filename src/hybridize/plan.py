@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,19 @@ class AttentionPlan:
         pairs = [(layer, group) for layer in keep for group in range(geometry.kv_heads)]
         return cls.from_groups(geometry, pairs, cheap, provenance)
 
+    def without(self, component: str) -> AttentionPlan:
+        """This plan with one component ("window", "sinks", ...) off in every operator that has it, to measure what it does.
+
+        Raises:
+            HybridizeError: no operator in use has it.
+        """
+        changed = {name: spec.without(component) for name, spec in self.operators.items()}
+        used = {name for row in self.assignment for name in row}
+        if not any(changed[name] for name in used):
+            raise bad("without", component, f"a component of {', '.join(spec.label() for spec in self.specs())}")
+        operators = {name: changed[name] or spec for name, spec in self.operators.items()}
+        return replace(self, operators=operators, provenance={**self.provenance, "without": component})
+
     # -- reading plans --------------------------------------------------------------------------------------------
 
     def spec(self, layer: int, group: int) -> OperatorSpec:
@@ -180,9 +193,15 @@ class AttentionPlan:
 
     # -- costs ----------------------------------------------------------------------------------------------------
 
-    def cache_bytes(self, context: int, batch: int = 1, dtype: str = "bfloat16") -> int:
-        """Bytes a dynamic HybridCache holds after `context` tokens in each of `batch` rows."""
-        return batch * (ROW_BYTES + self._sum(lambda spec: spec.cached_tokens(context)) * self._token_bytes(dtype))
+    def cache_bytes(self, context: int, batch: int = 1, dtype: str = "bfloat16", prompt: int | None = None) -> int:
+        """Bytes a growing HybridCache holds after `context` tokens in each of `batch` rows.
+
+        Args:
+            prompt: tokens of the context that are the prompt, default all of it. An operator that drops prompt tokens does
+                so when the prompt ends: a static cache of n columns holds what a longer prompt than n would.
+        """
+        tokens = self._sum(lambda spec: spec.cached_tokens(context, prompt))
+        return batch * (ROW_BYTES + tokens * self._token_bytes(dtype))
 
     def prefill_flops(self, context: int) -> int:
         """Attention FLOPs (QK and AV, two per multiply-add) of one row's prefill; projections not counted."""
@@ -284,5 +303,5 @@ def _check_base_window(spec: OperatorSpec, window: int | None, where: str) -> No
     # a base that slides was never trained to see further: full attention there would be another model
     if window is None:
         return
-    if isinstance(spec, Full) or spec.keeps_everything or spec.size > window:
+    if not isinstance(spec, Window) or spec.keeps_everything or spec.size > window:
         raise bad(where, spec.label(), f"a window of at most {window} tokens, the base's own window in this layer")

@@ -65,6 +65,10 @@ class RunFolder:
         with open(self.path / "log.txt", "a", encoding="utf-8") as handle:
             handle.write(f"{datetime.datetime.now().isoformat(timespec='seconds')} {text}\n")
 
+    def has(self, name: str) -> bool:
+        """Whether a step was finished, now or before a kill."""
+        return (self.path / "steps" / f"{name}.json").exists()
+
     def step(self, name: str, make: Callable[[], Any]) -> Any:
         """The result of a step: from its file where it was finished before, else made, written and timed."""
         path = self.path / "steps" / f"{name}.json"

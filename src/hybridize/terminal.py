@@ -89,6 +89,20 @@ class Terminal:
         if rows:
             self.console.print(table)
 
+    def comparison_table(self, summary: dict[str, Any]) -> None:
+        """Entries of a comparison: quality against the base, costs at the matched length."""
+        table = Table(title=f"costs at {summary['match_at']} tokens; - and +: worse or better than the base, p < 0.05")
+        table.add_column("entry")
+        for name in (*summary["heads"], "cache", "prefill", "decode"):
+            table.add_column(name, justify="right")
+        for line in summary["lines"]:
+            cells = [
+                "–" if c is None else f"{c['score']:.3f}{'-' if c['mark'] == 'worse' else '+' if c['mark'] else ''}"
+                for c in line["cells"]
+            ]
+            table.add_row(line["name"], *cells, *(f"{100 * line[k]:.0f} %" for k in ("cache", "prefill", "decode")))
+        self.console.print(table)
+
     def seconds_table(self, seconds: dict[str, float]) -> None:
         table = Table(title="seconds by phase")
         table.add_column("phase")

@@ -14,7 +14,7 @@ from hybridize.files import check_output_folder, write_json
 from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded, load
 from hybridize.methods.nll import control_plans
-from hybridize.options import lengths_of, load_model, read_config, ruler_tasks, selection_of
+from hybridize.options import lengths_of, load_model, read_config, selection_of
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.report.card import write_card
 from hybridize.report.charts import short
@@ -43,7 +43,7 @@ def demo(
     ask = Selection("drop", budget, window, sinks, prompts=prompts, lengths=(length,))
     proof = Proof(prompts=test_prompts, lengths=(length,))
     run = RunFolder(out, {"verb": "demo", "model": model, "select": ask.as_config(), "prove": proof.as_config()}, overwrite)
-    _note_resume(terminal, run)
+    note_resume(terminal, run)
     seconds: dict[str, float] = {}
     with quiet_libraries():
         with counted(seconds, "load"):
@@ -63,7 +63,7 @@ def demo(
             hybrid.set_plan(chosen)
             _save_model(run, loaded, hybrid, scores)
     terminal.close()
-    _write_run(run, "demo", chosen, scores, rows, seconds, {"model": model, "dtype": str(loaded.model.dtype)[6:]})
+    write_run(run, "demo", chosen, scores, rows, seconds, {"model": model, "dtype": str(loaded.model.dtype)[6:]})
     write_results(run.path / "demo.json", results("demo", rows, seconds=seconds, model=model, layers=chosen.kept_layers))
     folder = run.finish()
     terminal.quality_table(_best_and_worst(rows, "periodic"))
@@ -79,7 +79,7 @@ def score(terminal: Terminal, model: str, out: Path, **options: Any) -> None:
     """scores.json of a model."""
     ask = selection_of(options)
     run = RunFolder(out, {"verb": "score", "model": model, "select": ask.as_config()}, options["overwrite"])
-    _note_resume(terminal, run)
+    note_resume(terminal, run)
     with quiet_libraries():
         loaded = load_model(model, options)
         scores = compute_scores(run, loaded, hybrid_of(loaded), ask, terminal.report)
@@ -149,7 +149,7 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
         if fixed is not None:
             fixed.check_base(hybrid.plan.geometry)
         run = RunFolder(out, config, options["overwrite"])
-        _note_resume(terminal, run)
+        note_resume(terminal, run)
         seconds: dict[str, float] = {}
         scores = given
         with counted(seconds, "score"):
@@ -167,7 +167,9 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
             else:
                 _save_model(run, loaded, hybrid, scores, options["max_shard_size"])
     terminal.close()
-    _write_run(run, f"{model} by {method}", chosen, scores, rows, seconds, {"model": model})
+    spent = 0.0 if scores is given else sum(value for name, value in run.seconds.items() if name.startswith("score"))
+    cost = {"tokens": 0 if scores is given else ask.tokens, "seconds": spent}
+    write_run(run, f"{model} by {method}", chosen, scores, rows, seconds, {"model": model}, conversion=cost)
     write_card(run.path / "README.md", base=model, plan=chosen, rows=rows)
     _lift_model(run)
     folder = run.finish()
@@ -175,39 +177,6 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
     terminal.seconds_table(seconds)
     terminal.say(f"model: {folder}\nreport: {folder / 'report.html'}")
     terminal.result({"out": str(folder), "rows": rows, "seconds": seconds, "layers": chosen.kept_layers})
-
-
-def evaluate(terminal: Terminal, model: str, out: Path, plan: Path | None, **options: Any) -> None:
-    """Quality of a hybrid against its base."""
-    method = "generate" if options["generate"] else "argmax"
-    kinds = tuple(options["kinds"].split(","))
-    proof = Proof(
-        options["test_prompts"], lengths_of(options["lengths"]), kinds, options["text"], options["seed"], method,
-        batch_tokens=options["batch_tokens"], ruler=ruler_tasks(options["ruler"]), choice=tuple(options["choice"] or ()),
-        limit=options["limit"],
-    )  # fmt: skip
-    given = AttentionPlan.load(plan) if plan is not None else None
-    config = {"verb": "eval", "model": model, "plan": str(plan), "prove": proof.as_config()}
-    with quiet_libraries():
-        loaded = load_model(model, options)
-        hybrid = hybrid_of(loaded)
-        if given is not None:
-            given.check_base(hybrid.plan.geometry)
-        run = RunFolder(out, config, options["overwrite"])
-        _note_resume(terminal, run)
-        chosen = given or hybrid.plan
-        base = AttentionPlan.base(chosen.geometry)
-        plans = {"full": base} if chosen.assignment == base.assignment else {"full": base, "hybrid": chosen}
-        seconds: dict[str, float] = {}
-        with counted(seconds, "prove"):
-            rows = prove(run, loaded, hybrid, plans, proof, terminal.report)
-    terminal.close()
-    _write_run(run, model, chosen, None, rows, seconds, {"model": model})
-    folder = run.finish()
-    terminal.quality_table(rows)
-    terminal.task_table(rows)
-    terminal.say(f"report: {folder / 'report.html'}")
-    terminal.result({"out": str(folder), "rows": rows, "seconds": seconds})
 
 
 def export(terminal: Terminal, model: str, out: Path, form: str, overwrite: bool, **options: Any) -> None:
@@ -239,7 +208,7 @@ def _lift_model(run: RunFolder) -> None:
     (run.path / "model").rmdir()
 
 
-def _write_run(
+def write_run(
     run: RunFolder,
     title: str,
     plan: AttentionPlan,
@@ -247,12 +216,14 @@ def _write_run(
     rows: list[dict[str, Any]],
     seconds: dict[str, float],
     facts: dict[str, Any],
+    **more: Any,
 ) -> None:
+    """plan.json, scores.json, metrics.json and report.html of a run."""
     run.begin()
     plan.save(run.path / "plan.json")
     if scores is not None:
         scores.save(run.path / "scores.json")
-    made = results(title, rows, seconds=seconds)
+    made = results(title, rows, seconds=seconds, **more)
     write_json(run.path / "metrics.json", made)
     shown = {**facts, "operators": "; ".join(spec.label() for spec in plan.specs()), "device": made["device"]}
     shown |= {"date": made["date"], "versions": ", ".join(f"{k} {v}" for k, v in made["versions"].items())}
@@ -280,7 +251,7 @@ def _best_and_worst(rows: list[dict[str, Any]], prefix: str) -> list[dict[str, A
     return [row for row in rows if not row["selector"].startswith(prefix) or row["selector"] in shown]
 
 
-def _note_resume(terminal: Terminal, run: RunFolder) -> None:
+def note_resume(terminal: Terminal, run: RunFolder) -> None:
     if run.resumed:
         terminal.say(f"going on with the unfinished run in {run.path}")
 

@@ -56,6 +56,16 @@ class Selection:
     def cheap(self) -> Window:
         return Window(self.window, self.sinks, self.sink_positions, self.decode)
 
+    @property
+    def counts(self) -> list[int]:
+        """Prompts of each length: evenly over the lengths, the first ones take what is left over."""
+        return [(self.prompts + len(self.lengths) - 1 - i) // len(self.lengths) for i in range(len(self.lengths))]
+
+    @property
+    def tokens(self) -> int:
+        """Calibration tokens; a selector reads each of them many times."""
+        return sum(count * length for count, length in zip(self.counts, self.lengths, strict=True))
+
     def as_config(self) -> dict[str, Any]:
         return {**asdict(self), "lengths": list(self.lengths), "kinds": list(self.kinds)}
 
@@ -67,12 +77,13 @@ def hybrid_of(loaded: Loaded) -> Any:
     return convert(loaded.model, AttentionPlan.base(geometry_of(loaded.model.config)))
 
 
-def compute_scores(run: RunFolder, loaded: Loaded, model: Any, ask: Selection, report: Report = silent) -> Scores:
-    """Scores by `ask.selector`; one resumable step a prompt where prompts are scored one by one."""
+def compute_scores(
+    run: RunFolder, loaded: Loaded, model: Any, ask: Selection, report: Report = silent, step: str = "score"
+) -> Scores:
+    """Scores by `ask.selector`; one resumable step (named from `step` on) a prompt where prompts are scored one by one."""
     AttentionPlan.base(model.plan.geometry).check_context(max(ask.lengths), "length")
     text, prompts = "\n\n".join(load_text(ask.text)), []
-    for i, length in enumerate(ask.lengths):  # evenly over the lengths, the first ones take what is left over
-        count = (ask.prompts + len(ask.lengths) - 1 - i) // len(ask.lengths)
+    for count, length in zip(ask.counts, ask.lengths, strict=True):
         prompts += needle_prompts(loaded.tokenizer, text, length=length, count=count, kinds=ask.kinds, seed=ask.seed)
 
     def part(chosen: Sequence[Prompt], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
@@ -89,11 +100,11 @@ def compute_scores(run: RunFolder, loaded: Loaded, model: Any, ask: Selection, r
         return made.to_dict()
 
     if ask.selector not in ("nll", "drop"):
-        steps = run.step("score", lambda: part(prompts, lambda done, of: report("scoring", done, of)))
+        steps = run.step(step, lambda: part(prompts, lambda done, of: report("scoring", done, of)))
         return Scores.from_dict(steps)
     parts = []
     for i, prompt in enumerate(prompts):
-        parts.append(Scores.from_dict(run.step(f"score-{i:04}", partial(part, [prompt]))))
+        parts.append(Scores.from_dict(run.step(f"{step}-{i:04}", partial(part, [prompt]))))
         report("scoring", i + 1, len(prompts))
     provenance = {**parts[0].provenance, "prompts": len(prompts), "kinds": sorted({p.kind for p in prompts})}
     provenance["lengths"] = list(ask.lengths)

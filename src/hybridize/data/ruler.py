@@ -75,7 +75,7 @@ def ruler_prompts(
     for i in range(start, count):
 
         def made(size: int, i: int = i) -> Example:
-            return definition.build(random.Random(f"{seed}/{name}/{length}/{i}"), size, text)
+            return definition.build_for(length)(random.Random(f"{seed}/{name}/{length}/{i}"), size, text)
 
         def tokens(size: int, made: Callable[[int], Example] = made) -> int:
             return len(ids_of(made(size)))

@@ -14,6 +14,7 @@ from hybridize.data.needles import KEYS
 from hybridize.errors import bad
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+SHORT = 4096
 DEPTHS = [round(100 * i / 39) for i in range(40)]
 ADJECTIVES = (
     "ancient bitter bold brave bright broad calm careful cheerful clever cold common cool curious dark deep dry eager early "
@@ -36,12 +37,19 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """build(rng, size, text) makes an example with `size` units of filler; more units never make it shorter."""
+    """build(rng, size, text) makes an example with `size` units of filler; more units never make it shorter.
+
+    `short` does where less than 4096 tokens are asked for (the published cwe has smaller lists there).
+    """
 
     build: Callable[[random.Random, int, str], Example]
     new_tokens: int
     metric: str = "all"
     smallest: int = 1
+    short: Callable[[random.Random, int, str], Example] | None = None
+
+    def build_for(self, length: int) -> Callable[[random.Random, int, str], Example]:
+        return self.short if self.short is not None and length < SHORT else self.build
 
 
 # -- needle in a haystack -----------------------------------------------------------------------------------------
@@ -174,21 +182,25 @@ def _cwe_list(rng: random.Random, words: Sequence[str], common: int, often: int,
     return " ".join(f"{i + 1}. {word}" for i, word in enumerate(entries)), tuple(words[:common])
 
 
-def common_words(rng: random.Random, size: int, text: str) -> Example:
-    """10 words 30 times among `size` words 3 times (6 and 1 in lists of under about 4K tokens), one short example before."""
-    vocabulary = _words_of(text)
-    often, seldom = (30, 3) if size >= 400 else (6, 1)
-    if size + 10 > len(vocabulary):
-        raise bad("text", f"{len(vocabulary)} words", f"at least {size + 10} different words for this length")
-    ask = (
-        "Below is a numbered list of words. In these words, some appear more often than others. "
-        "Memorize the ones that appear most often.\n{}\nQuestion: What are the 10 most common words in the above list?"
-    )
-    prefix = " Answer: The top 10 words that appear most often in the list are:"
-    example, shown = _cwe_list(rng, rng.sample(vocabulary, 40), 10, 10, 3)
-    context, references = _cwe_list(rng, rng.sample(vocabulary, size + 10), 10, often, seldom)
-    solved = " ".join(f"{i + 1}. {word}" for i, word in enumerate(shown))
-    return Example(f"{ask.format(example)}{prefix} {solved}\n\n{ask.format(context)}", prefix, references)
+def common_words(often: int, seldom: int, example: tuple[int, int, int]) -> Callable[..., Example]:
+    """10 words `often` times among `size` words `seldom` times, behind a solved example (its words, often, seldom)."""
+
+    def build(rng: random.Random, size: int, text: str) -> Example:
+        vocabulary = _words_of(text)
+        if size + 10 > len(vocabulary):
+            raise bad("text", f"{len(vocabulary)} words", f"at least {size + 10} different words for this length")
+        ask = (
+            "Below is a numbered list of words. In these words, some appear more often than others. "
+            "Memorize the ones that appear most often.\n{}\nQuestion: What are the 10 most common words in the above list?"
+        )
+        prefix = " Answer: The top 10 words that appear most often in the list are:"
+        words, *times = example
+        context, shown = _cwe_list(rng, rng.sample(vocabulary, words), 10, *times)
+        solved = f"{ask.format(context)}{prefix} {' '.join(f'{i + 1}. {word}' for i, word in enumerate(shown))}"
+        context, references = _cwe_list(rng, rng.sample(vocabulary, size + 10), 10, often, seldom)
+        return Example(f"{solved}\n\n{ask.format(context)}", prefix, references)
+
+    return build
 
 
 def frequent_words(rng: random.Random, size: int, text: str) -> Example:
@@ -221,6 +233,6 @@ TASKS: dict[str, Task] = {
     "niah_multivalue": Task(niah("essay", "words", "numbers", values=4), 128, smallest=64),
     "niah_multiquery": Task(niah("essay", "words", "numbers", queries=4), 128, smallest=64),
     "vt": Task(variable_tracking, 30, smallest=5),
-    "cwe": Task(common_words, 120, smallest=20),
+    "cwe": Task(common_words(30, 3, (40, 10, 3)), 120, smallest=20, short=common_words(6, 1, (20, 3, 1))),
     "fwe": Task(frequent_words, 50, smallest=64),
 }

@@ -45,12 +45,14 @@ def choice_results(
             per_character = [score / len(pair[1].lstrip()) for score, pair in zip(mine, item.pairs, strict=True)]
             right = max(range(len(mine)), key=lambda i: mine[i]) == item.gold
             normalised = max(range(len(mine)), key=lambda i: per_character[i]) == item.gold
-        results.append({"acc": right, "acc_norm": normalised, "gold_nats": mine[item.gold]})
+        results.append({"acc": right, "acc_norm": normalised, "gold_nats": mine[item.gold], "options": len(mine)})
         start += len(item.pairs)
     return results
 
 
 def choice_cells(task: str, results: Sequence[dict[str, Any]]) -> list[Cell]:
-    """Cells of acc, acc_norm and the perplexity of gold continuations (mean nats of a whole one)."""
-    cells = [Cell(task, metric, "share", tuple(float(r[metric]) for r in results)) for metric in ("acc", "acc_norm")]
-    return [*cells, Cell(task, "gold_perplexity", "nats", tuple(-r["gold_nats"] for r in results))]
+    """Cells of acc and acc_norm; of acc and the perplexity of whole continuations where items have one only (LAMBADA)."""
+    if all(r["options"] == 1 for r in results):
+        acc = Cell(task, "acc", "share", tuple(float(r["acc"]) for r in results))
+        return [acc, Cell(task, "gold_perplexity", "nats", tuple(-r["gold_nats"] for r in results))]
+    return [Cell(task, metric, "share", tuple(float(r[metric]) for r in results)) for metric in ("acc", "acc_norm")]

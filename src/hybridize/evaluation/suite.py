@@ -26,6 +26,7 @@ from hybridize.evaluation.perplexity import position_cells, sliding_cell
 from hybridize.evaluation.retrieval import retrieval_cells, retrieval_hits
 from hybridize.evaluation.ruler import ruler_answers, ruler_cells
 
+CHOICE_TOKENS = 32768  # many short rows: logits over the vocabulary, not keys, are what fills the memory
 Tick = Callable[[int, int], None]  # done, of
 Store = Callable[[str, Callable[[], Any]], Any]  # RunFolder.step: a named result, made once
 
@@ -169,7 +170,8 @@ def _choices(tokenizer: Any, proof: Proof) -> list[Measure]:
         items = load_items(file)[: proof.limit]
 
         def run(model: Any, tick: Tick, file: str = file, items: Any = items) -> list[Cell]:
-            results = choice_results(model, tokenizer, items, batch_tokens=proof.batch_tokens, progress=tick)
+            tokens = min(proof.batch_tokens, CHOICE_TOKENS)
+            results = choice_results(model, tokenizer, items, batch_tokens=tokens, progress=tick)
             return choice_cells(Path(file).stem, results)
 
         characters = sum(len(context) + len(continuation) for item in items for context, continuation in item.pairs)
@@ -214,10 +216,10 @@ def _long(tokenizer: Any, proof: Proof, file: str) -> Measure:
 def _drift(tokenizer: Any, proof: Proof, text: Callable[[], str], store: Store) -> list[Measure]:
     """The base is measured first, so that its path is there when another plan is asked to follow it."""
     made = cache(lambda: drift_prompts(tokenizer, text(), proof.drift_prompts, proof.seed))
-    free = min(proof.drift, 1024)
+    lengths = {"text": proof.drift, "chain": min(proof.drift, 1024)}
 
     def path(kind: str, model: Any) -> dict[str, Any]:
-        tokens = base_path(model, made()[kind], proof.drift, proof.seed)
+        tokens = base_path(model, made()[kind], lengths[kind], proof.seed)
         return {"tokens": tokens, "choices": path_choices(model, made()[kind], tokens)[0].tolist()}
 
     def run(kind: str, model: Any, tick: Tick) -> list[Cell]:
@@ -225,9 +227,13 @@ def _drift(tokenizer: Any, proof: Proof, text: Callable[[], str], store: Store) 
         choices, nll = path_choices(model, made()[kind], base["tokens"])
         cells = path_cells(kind, choices, nll, torch.tensor(base["choices"]))
         if kind == "chain":
-            cells.append(chain_cell(tokenizer, made()[kind], free_chain(model, tokenizer, made()[kind], free), free))
+            free = free_chain(model, tokenizer, made()[kind], lengths[kind])
+            cells.append(chain_cell(tokenizer, made()[kind], free, lengths[kind]))
         return cells
 
-    kinds = ("text", "chain") if proof.drift else ()
-    tokens = proof.drift * proof.drift_prompts
-    return [Measure(f"drift-{k}", "drift", tokens, free if k == "chain" else 0, partial(run, k)) for k in kinds]
+    kinds = lengths if proof.drift else {}
+    rows = proof.drift_prompts
+    return [
+        Measure(f"drift-{kind}", "drift", rows * n, n if kind == "chain" else 0, partial(run, kind))
+        for kind, n in kinds.items()
+    ]

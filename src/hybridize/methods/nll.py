@@ -15,12 +15,13 @@ from hybridize.errors import bad
 from hybridize.operators.specs import Window
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.scores import Scores
+from hybridize.scoring.duo import duo_scores
 from hybridize.scoring.lazy import lazy_scores
 from hybridize.scoring.nll import greedy_scores, nll_scores
 
 # nll is the paper's (restore one layer of the all-window model); drop, greedy and backward are the same score asked
-# another way; lazy is LightTransfer's
-SCORERS = ("nll", "drop", "greedy", "backward", "lazy")
+# another way; lazy is LightTransfer's, duo DuoAttention's learned gates
+SCORERS = ("nll", "drop", "greedy", "backward", "lazy", "duo")
 DEFAULT_SELECTOR = "drop"
 RANDOM_SEEDS = range(5)
 
@@ -39,7 +40,7 @@ def score(
     """Scores by one of SCORERS. `budget` tells the stepwise ones how far to go.
 
     Raises:
-        HybridizeError: an unknown selector, or `lazy` asked for groups.
+        HybridizeError: an unknown selector, `lazy` asked for groups, or `duo` for layers.
     """
     if selector in ("nll", "drop"):
         base = "window" if selector == "nll" else "full"
@@ -55,7 +56,9 @@ def score(
         )
     if selector == "lazy" and unit == "layer":
         return lazy_scores(model, prompts, cheap, batch_tokens=batch_tokens)
-    raise bad("selector", f"{selector} by {unit}", f"one of {SCORERS} by layer, or by group for all but lazy")
+    if selector == "duo" and unit == "group":
+        return duo_scores(model, prompts, cheap, batch_tokens=batch_tokens, progress=progress)
+    raise bad("selector", f"{selector} by {unit}", f"one of {SCORERS}; lazy goes by layer only, duo by group only")
 
 
 def plan_from_scores(scores: Scores, base: AttentionPlan, cheap: Window, budget: float) -> AttentionPlan:

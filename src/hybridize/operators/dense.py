@@ -25,6 +25,11 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     if k.shape[2] > MASKED_SDPA_LIMIT:
         return explicit_attention(q, k, v, visible, scale, dropout)
     repeats = q.shape[1] // k.shape[1]
+    if q.shape[2] == 1 and repeats > 1 and visible.shape[1] == 1:
+        # one token: a group's query heads see the same keys, so they are that group's queries, and no key is copied
+        b, h, _, d = q.shape
+        out = masked_attention(q.reshape(b, -1, repeats, d), k, v, visible, scale, dropout)
+        return out.reshape(b, h, 1, d)
     k, v = repeat_groups(k, repeats), repeat_groups(v, repeats)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout, scale=scale)
 

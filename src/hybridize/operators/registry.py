@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from hybridize.operators.contract import Operator
 from hybridize.operators.full import FullAttention
-from hybridize.operators.specs import Full, OperatorSpec
+from hybridize.operators.snapkv import SnapKVAttention
+from hybridize.operators.specs import Full, OperatorSpec, SnapKV
 from hybridize.operators.window import WindowAttention
 
 
 def build_operator(spec: OperatorSpec) -> Operator:
-    return FullAttention(spec) if isinstance(spec, Full) else WindowAttention(spec)
+    if isinstance(spec, Full):
+        return FullAttention(spec)
+    return SnapKVAttention(spec) if isinstance(spec, SnapKV) else WindowAttention(spec)

@@ -6,7 +6,7 @@ always visible; *re-based* sinks are scored as if they stood at a fixed distance
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from hybridize.errors import bad
@@ -30,15 +30,15 @@ class Full:
     def keeps_everything(self) -> bool:
         return True
 
-    def cached_tokens(self, context: int) -> int:
-        """Tokens whose key and value are held for one group after `context` tokens."""
+    def cached_tokens(self, context: int, prompt: int | None = None) -> int:
+        """Tokens whose key and value are held for one group after `context` tokens, `prompt` of them the prompt's."""
         return context
 
     def visible_pairs(self, context: int) -> int:
         """Query-key pairs of one head in a prefill of `context` tokens."""
         return context * (context + 1) // 2
 
-    def visible_keys(self, context: int) -> int:
+    def visible_keys(self, context: int, prompt: int | None = None) -> int:
         """Keys that a decoded token at position `context` - 1 reads."""
         return context
 
@@ -48,6 +48,10 @@ class Full:
 
     def label(self) -> str:
         return "full"
+
+    def without(self, component: str) -> OperatorSpec | None:
+        """This operator with one component off, for ablation; None where it has no such component."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Window:
         """Largest distance between a query and a sink, None where sinks keep their true distance."""
         return self.size + self.sinks if self.sink_positions == "rebased" and self.sinks else None
 
-    def cached_tokens(self, context: int) -> int:
+    def cached_tokens(self, context: int, prompt: int | None = None) -> int:
         return context if self.decode == "full" else min(context, self.size + self.sinks)
 
     def visible_pairs(self, context: int) -> int:
@@ -111,7 +115,7 @@ class Window:
         sinks = ramp * (ramp + 1) // 2 + max(0, beyond - ramp) * self.sinks
         return window + sinks
 
-    def visible_keys(self, context: int) -> int:
+    def visible_keys(self, context: int, prompt: int | None = None) -> int:
         return context if self.decode == "full" else min(context, self.size + self.sinks)
 
     def longest_distance(self, context: int) -> int:
@@ -125,9 +129,72 @@ class Window:
             text += ", re-based"
         return text + (", full decode" if self.decode == "full" else "")
 
+    def without(self, component: str) -> OperatorSpec | None:
+        if component == "sinks" and self.sinks:
+            return replace(self, sinks=0, sink_positions="absolute")
+        if component == "window" and self.size > 1:
+            return replace(self, size=1)  # a token always sees itself
+        return None
 
-OperatorSpec = Full | Window
-SPECS: dict[str, type[Full] | type[Window]] = {spec.kind: spec for spec in (Full, Window)}
+
+@dataclass(frozen=True)
+class SnapKV:
+    """Full attention in the prompt; then `budget` of its tokens stay for each group, and all decoded ones.
+
+    Args:
+        budget: prompt tokens kept, the observing ones included (> observe).
+        observe: last prompt tokens, whose attention decides.
+        pool: neighbours over which votes are averaged (odd).
+
+    Raises:
+        HybridizeError: a field is out of its range.
+    """
+
+    budget: int
+    observe: int = 32
+    pool: int = 7
+
+    kind: ClassVar[str] = "snapkv"
+    code: ClassVar[str] = "s"
+
+    def __post_init__(self) -> None:
+        for name, low in (("observe", 1), ("budget", self.observe + 1), ("pool", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise bad(f"snapkv.{name}", value, f"an integer >= {low}")
+        if self.pool % 2 == 0:
+            raise bad("snapkv.pool", self.pool, "an odd number")
+
+    @property
+    def phased(self) -> bool:
+        return True
+
+    @property
+    def keeps_everything(self) -> bool:
+        return True
+
+    def cached_tokens(self, context: int, prompt: int | None = None) -> int:
+        prompt = context if prompt is None else prompt
+        return context if context < prompt else min(prompt, self.budget) + context - prompt
+
+    def visible_pairs(self, context: int) -> int:
+        return context * (context + 1) // 2
+
+    def visible_keys(self, context: int, prompt: int | None = None) -> int:
+        return self.cached_tokens(context, prompt)
+
+    def longest_distance(self, context: int) -> int:
+        return context
+
+    def label(self) -> str:
+        return f"SnapKV {self.budget}"
+
+    def without(self, component: str) -> OperatorSpec | None:
+        return None
+
+
+OperatorSpec = Full | Window | SnapKV
+SPECS: dict[str, type[OperatorSpec]] = {spec.kind: spec for spec in (Full, Window, SnapKV)}
 
 
 def spec_to_dict(spec: OperatorSpec) -> dict[str, Any]:

@@ -84,3 +84,43 @@ def lines(x_values: Sequence[int], series: Mapping[str, Sequence[float]], label:
         parts.append(_text(LEFT + 30, TOP + 14 + 18 * n, name, "start"))
     parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "context, tokens"))
     return _frame("".join(parts), label)
+
+
+def scatter(points: Sequence[Mapping[str, Any]], x_label: str, y_label: str) -> str:
+    """Quality over cost: a dot with its interval a point, its name beside it, and the line of those that none beats.
+
+    Args:
+        points: {"name", "x" (share of the base, 0..), "y", "low", "high", "color" (0..9)}; y between 0 and 1.
+    """
+    right = max([point["x"] for point in points] + [1.0])
+
+    def x(value: float) -> float:
+        return LEFT + 10 + value / right * (WIDTH - LEFT - 110)
+
+    def y(value: float) -> float:
+        return TOP + (1 - value) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [_axis(0.0, 1.0, y)]
+    parts += [_text(x(right * i / 4), HEIGHT - BOTTOM + 16, f"{100 * right * i / 4:.0f} %") for i in range(5)]
+    best, edge = -1.0, []
+    for point in sorted(points, key=lambda p: (p["x"], -p["y"])):
+        if point["y"] > best:
+            best = point["y"]
+            edge.append(f"{x(point['x']):.1f},{y(best):.1f}")
+    parts.append(f'<polyline class="frontier" points="{" ".join(edge)}"/>')
+    taken: list[tuple[float, float]] = []
+    for point in points:
+        px, py = x(point["x"]), y(point["y"])
+        title = f"{point['name']}: {point['y']:.3f} ({point['low']:.3f}–{point['high']:.3f}) at {100 * point['x']:.1f} %"
+        label = py + 4
+        while any(abs(label - other) < 12 and abs(px - place) < 110 for place, other in taken):
+            label += 12  # names of neighbours stand below each other
+        taken.append((px, label))
+        parts.append(
+            f'<line class="error" x1="{px:.1f}" x2="{px:.1f}" y1="{y(point["low"]):.1f}" y2="{y(point["high"]):.1f}"/>'
+            f'<circle class="c{point["color"]}" data-point="{escape(point["name"])}" cx="{px:.1f}" cy="{py:.1f}" r="5">'
+            f"<title>{escape(title)}</title></circle>"
+            f'<text class="c{point["color"]} dot-label" x="{px + 9:.1f}" y="{label:.1f}">{escape(point["name"])}</text>'
+        )
+    parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, x_label))
+    return _frame("".join(parts), f"{y_label} over {x_label}")

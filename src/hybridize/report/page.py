@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, Template
 from markupsafe import Markup
 
 from hybridize.files import write_text
@@ -34,10 +34,6 @@ def write_report(
         facts: shown as name and value at the top.
         seconds: per phase.
     """
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["percent"] = lambda value: "–" if value is None else f"{100 * value:.0f} %"
-    environment.filters["short"] = short
-    template = environment.from_string(resources.files("hybridize.report").joinpath("page.html").read_text(encoding="utf-8"))
     base = AttentionPlan.base(plan.geometry)
     contexts = [2**i for i in range(10, 18)]
     names = _variants(rows)
@@ -46,7 +42,7 @@ def write_report(
         each = {name: [cost(p, n) for n in contexts] for name, p in (("base", base), ("hybrid", plan))}
         return Markup(lines(contexts, each, label))
 
-    html = template.render(
+    html = template("page.html").render(
         title=title,
         plan=plan,
         facts=facts or {},
@@ -61,6 +57,16 @@ def write_report(
         decode_lines=costs("attention FLOPs of one decoded token over context", AttentionPlan.decode_flops),
     )
     return write_text(path, html)
+
+
+def template(name: str) -> Template:
+    """A page of this folder, with the style all pages share."""
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["percent"] = lambda value: "–" if value is None else f"{100 * value:.0f} %"
+    environment.filters["short"] = short
+    folder = resources.files("hybridize.report")
+    environment.globals["style"] = Markup(folder.joinpath("style.css").read_text(encoding="utf-8"))
+    return environment.from_string(folder.joinpath(name).read_text(encoding="utf-8"))
 
 
 def _variants(rows: Sequence[dict[str, Any]]) -> list[str]:

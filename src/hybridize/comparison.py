@@ -1,0 +1,345 @@
+"""`hybridize compare`: many plans of one base on the same items, at matched cache bytes, against the base in one run."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from hybridize.errors import HybridizeError, bad
+from hybridize.evaluation.cells import Cell, against, average, average_against
+from hybridize.evaluation.statistics import holm
+from hybridize.evaluation.suite import Measure, Proof
+from hybridize.files import read_json
+from hybridize.loading import Loaded
+from hybridize.methods.baselines import BASELINES, baseline_plan, matched_plan
+from hybridize.methods.nll import SCORERS, control_plans
+from hybridize.operators.specs import DTYPE_BYTES
+from hybridize.options import lengths_of, load_model, ruler_tasks
+from hybridize.plan import FORMAT as PLAN_FORMAT
+from hybridize.plan import AttentionPlan, units_for_budget
+from hybridize.runs import RunFolder
+from hybridize.scores import Scores
+from hybridize.workflows import CONTEXTS, Report, Selection, compute_scores, hybrid_of, measure, plan_head, silent
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a comparison.
+
+    Args:
+        source: a control ("periodic-0", "random-1", "all-window"), a selector ("drop", "duo", ...), a baseline ("streaming",
+            "snapkv"), a plan.json, a scores.json, DuoAttention's .tsv, or a folder that `convert` or another verb wrote.
+        name: how it is called; default the source, or its file's name.
+        select: fields of Selection that differ for it (prompts, length, unit, seed, text).
+        without: components switched off ("window", "sinks").
+    """
+
+    source: str
+    name: str
+    select: dict[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The question.
+
+    Args:
+        model: the base. entries: what is compared; the base itself always comes first.
+        ask: budget and cheap operator of all entries. proof: what they are measured on.
+        match_at: tokens at which budgets are equal bytes; default the longest length.
+        contexts: at which costs are shown.
+    """
+
+    model: str
+    entries: tuple[Entry, ...]
+    ask: Selection
+    proof: Proof
+    match_at: int
+    contexts: tuple[int, ...] = CONTEXTS
+
+    def as_config(self) -> dict[str, Any]:
+        entries = [{**vars(e), "without": list(e.without)} for e in self.entries]
+        config = {"verb": "compare", "model": self.model, "entries": entries, "match_at": self.match_at}
+        config |= {"select": self.ask.as_config(), "prove": self.proof.as_config(), "contexts": list(self.contexts)}
+        return config
+
+
+@dataclass
+class Candidate:
+    """An entry with its plan: run on the base's weights, or on those of `folder`. Cost None: not known."""
+
+    name: str
+    source: str
+    plan: AttentionPlan
+    folder: str | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    without: tuple[str, ...] = ()
+
+    @property
+    def component(self) -> str:
+        return "+".join(f"{part}_off" for part in self.without) or "all"
+
+
+# -- reading the question -------------------------------------------------------------------------------------------
+
+
+def read_comparison(path: str | Path, proof: dict[str, Any], model: str | None = None) -> Comparison:
+    """The comparison of a YAML file; `proof` fields and `model` from the command line go before the file's.
+
+    Raises:
+        HybridizeError: no such file, no YAML, an unknown or missing field.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise bad("compare", str(path), "an existing .yaml file")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise HybridizeError(f"compare: {path} is not YAML ({error})") from None
+    if not isinstance(data, dict):
+        raise bad("compare", type(data).__name__, "a mapping with 'model' and 'entries'")
+    known = {"model", "entries", "select", "prove", "match_at", "contexts"}
+    if unknown := sorted(set(data) - known):
+        raise bad(f"compare.{unknown[0]}", data[unknown[0]], f"one of the fields {sorted(known)}")
+    if not isinstance(data.get("entries"), list):
+        raise bad("compare.entries", data.get("entries"), "a list")
+    asked = {**_fields(data.get("prove") or {}, Proof, "prove"), **proof}
+    for name in ("qa", "choice", "perplexity", "long"):  # files are named from where the YAML stands
+        if name not in proof and name in asked:
+            asked[name] = tuple(str(path.parent / file) for file in asked[name])
+    entries = [_entry(each, path.parent) for each in data["entries"]]
+    select = _fields(data.get("select") or {}, Selection, "select")
+    contexts = tuple(data.get("contexts") or CONTEXTS)
+    return make_comparison(model or data.get("model"), entries, select, asked, data.get("match_at"), contexts)
+
+
+def make_comparison(
+    model: str | None,
+    entries: Sequence[Entry],
+    select: dict[str, Any],
+    proof: dict[str, Any],
+    match_at: int | None = None,
+    contexts: tuple[int, ...] = CONTEXTS,
+) -> Comparison:
+    """A comparison from parts that were read already.
+
+    Raises:
+        HybridizeError: no model, no entries, two of one name, or a number out of its range.
+    """
+    if not isinstance(model, str) or not model:
+        raise bad("compare.model", model, "the base: a folder, hub id, .gguf file or 'smollm2'")
+    if not entries:
+        raise bad("compare.entries", [], "at least one control, selector, baseline, plan, scores file or folder")
+    names = [entry.name for entry in entries]
+    if twice := sorted({name for name in names if names.count(name) > 1 or name == "full"}):
+        raise bad("compare.entries", twice[0], "names that differ from each other and from 'full', the base")
+    if odd := [name for name in names if not re.fullmatch(r"[\w .+-]{1,80}", name)]:
+        raise bad("compare.entries", odd[0], "names of letters, digits, spaces and . + - _, at most 80")
+    asked, ask = Proof(**proof), Selection(**select)
+    _ = ask.cheap
+    at = match_at or max(asked.lengths)
+    if any(not isinstance(n, int) or n < 1 for n in (at, *contexts)):
+        raise bad("compare.match_at, contexts", (at, *contexts), "numbers of at least 1")
+    return Comparison(model, tuple(entries), ask, asked, at, contexts)
+
+
+def entry_of(source: str, folder: Path = Path(), **more: Any) -> Entry:
+    """An entry by its source alone; paths are taken from `folder`."""
+    words = source in SCORERS or source in BASELINES or source == "all-window" or source.startswith(("periodic-", "random-"))
+    where = source if words or Path(source).is_absolute() else str(folder / source)
+    path = Path(where)
+    if not words and not path.exists():
+        raise bad(
+            "compare.entries", source, f"periodic-N, random-N, all-window, one of {SCORERS + BASELINES}, or an existing path"
+        )
+    own = path.parent.name if path.name in ("plan.json", "scores.json") else path.stem
+    return Entry(where, **{"name": source if words else own, **more})
+
+
+def _entry(data: Any, folder: Path) -> Entry:
+    if isinstance(data, str):
+        return entry_of(data, folder)
+    if not isinstance(data, dict) or not isinstance(data.get("source"), str):
+        raise bad("compare.entries", data, "a word, a path, or a mapping with 'source'")
+    known = {"source", "name", "select", "without"}
+    if unknown := sorted(set(data) - known):
+        raise bad(f"compare.entries.{unknown[0]}", data[unknown[0]], f"one of the fields {sorted(known)}")
+    without = data.get("without") or ()
+    without = (without,) if isinstance(without, str) else tuple(without)
+    made = entry_of(data["source"], folder, select=_fields(data.get("select") or {}, Selection, "select"), without=without)
+    name = data.get("name") or " ".join([made.name, *(f"without {part}" for part in without)])
+    return replace(made, name=str(name))
+
+
+def _fields(data: Any, cls: type, where: str) -> dict[str, Any]:
+    """Options of a dataclass from YAML: lists become tuples, lengths may be "1024,2048", ruler may be "all"."""
+    known = set(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+    if not isinstance(data, dict):
+        raise bad(f"compare.{where}", data, "a mapping")
+    if unknown := sorted(set(data) - known):
+        raise bad(f"compare.{where}.{unknown[0]}", data[unknown[0]], f"one of the fields {sorted(known)}")
+    made: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    if isinstance(made.get("lengths"), (str, int)):
+        made["lengths"] = lengths_of(str(made["lengths"]))
+    if isinstance(made.get("ruler"), str):
+        made["ruler"] = ruler_tasks(made["ruler"])
+    return made
+
+
+# -- plans ----------------------------------------------------------------------------------------------------------
+
+
+def candidates(run: RunFolder, asked: Comparison, loaded: Loaded, model: Any, report: Report = silent) -> list[Candidate]:
+    """Every entry's plan; selectors score now (resumable), with what that cost."""
+    base = AttentionPlan.base(model.plan.geometry)
+    keep = units_for_budget(base.geometry.layers, asked.ask.budget)
+    match = AttentionPlan.from_layers(base.geometry, range(keep), asked.ask.cheap)
+    found = {}
+    for entry in sorted(asked.entries, key=lambda e: e.source in SCORERS):  # what may be refused comes before the work
+        made = _candidate(run, entry, asked, loaded, model, base, match, report)
+        made.plan.check_base(base.geometry)
+        for part in entry.without:
+            made.plan = made.plan.without(part)
+        made.without = entry.without
+        found[entry.name] = made
+    return [found[entry.name] for entry in asked.entries]
+
+
+def _candidate(
+    run: RunFolder,
+    entry: Entry,
+    asked: Comparison,
+    loaded: Loaded,
+    model: Any,
+    base: AttentionPlan,
+    match: AttentionPlan,
+    report: Report,
+) -> Candidate:
+    source, cheap, at = entry.source, asked.ask.cheap, asked.match_at
+    if source in SCORERS:
+        unit = "group" if source == "duo" else "layer"
+        ask = replace(asked.ask, **{"unit": unit, **entry.select, "selector": source})
+        step = f"score-{entry.name}"
+        scores = compute_scores(run, loaded, model, ask, report, step)
+        seconds = sum(value for name, value in run.seconds.items() if name.startswith(step))
+        plan = matched_plan(scores, match, at, cheap, {"method": "nll", "selector": source, "unit": scores.unit})
+        return Candidate(entry.name, source, plan, tokens=ask.tokens, seconds=seconds)
+    if source in BASELINES:
+        return Candidate(entry.name, source, baseline_plan(source, match, at, asked.ask.sinks), tokens=0, seconds=0.0)
+    path = Path(source)
+    if not path.exists():
+        controls = control_plans(base, cheap, asked.ask.budget)
+        if source not in controls:
+            raise bad("compare.entries", source, f"one of {sorted(controls)}, or an existing path")
+        return Candidate(entry.name, source, controls[source], tokens=0, seconds=0.0)
+    return _from_path(entry, path, match, at, asked)
+
+
+def _from_path(entry: Entry, path: Path, match: AttentionPlan, at: int, asked: Comparison) -> Candidate:
+    identity = match.geometry.identity
+    if path.suffix == ".tsv":
+        scores = Scores.from_duo_attention(path, identity)
+    elif path.is_dir():
+        plan = AttentionPlan.load(path / "plan.json")
+        metrics = read_json(path / "metrics.json", "metrics") if (path / "metrics.json").is_file() else {}
+        cost = metrics.get("conversion", {})
+        weights = str(path) if (path / "config.json").is_file() or (path / "link.json").is_file() else None
+        return Candidate(entry.name, path.name, plan, weights, cost.get("tokens"), cost.get("seconds"))
+    else:
+        data = read_json(path, "compare.entries")
+        if isinstance(data, dict) and data.get("format") == PLAN_FORMAT:
+            return Candidate(entry.name, path.name, AttentionPlan.from_dict(data))
+        scores = Scores.from_dict(data)
+    if (theirs := scores.provenance.get("identity")) and theirs != identity:
+        raise bad("scores.identity", theirs, f"{identity!r}, as the model has (these scores were made for another base)")
+    provenance = {"method": "scores", "selector": scores.provenance.get("scorer", path.stem), "unit": scores.unit}
+    return Candidate(entry.name, path.name, matched_plan(scores, match, at, asked.ask.cheap, provenance))
+
+
+# -- measuring ------------------------------------------------------------------------------------------------------
+
+
+def compare(
+    run: RunFolder,
+    asked: Comparison,
+    loaded: Loaded,
+    model: Any,
+    found: Sequence[Candidate],
+    measures: Sequence[Measure],
+    options: dict[str, Any],
+    report: Report = silent,
+) -> list[dict[str, Any]]:
+    """Rows of the base and every candidate; a step a measure and plan, so that a killed run goes on where it was."""
+    base_plan = AttentionPlan.base(model.plan.geometry)
+    everyone = [Candidate("full", "base", base_plan, tokens=0, seconds=0.0), *found]
+    rows: list[dict[str, Any]] = []
+    base: list[Cell] | None = None
+    for i, each in enumerate(everyone):
+        own = model
+        if each.folder is not None:
+            own = hybrid_of(load_model(each.folder, options))
+        with own.temporary_plan(each.plan):
+            cells = measure(run, measures, each.name, own, report, i, len(everyone))
+        if own is not model:
+            del own
+            gc.collect()
+            torch.cuda.empty_cache()
+        rows += candidate_rows(each, asked, cells, base)
+        base = base or cells
+    return rows
+
+
+def candidate_rows(
+    each: Candidate, asked: Comparison, cells: Sequence[Cell], base: Sequence[Cell] | None
+) -> list[dict[str, Any]]:
+    """A row a cell and an average, with its difference from the base's; p_holm over the cells that are no part of others."""
+    theirs = {cell.key: cell for cell in base or ()}
+    head = plan_head(each.name, each.plan, asked.proof.seed, asked.match_at)
+    head |= {"component": each.component, "conversion_tokens": each.tokens, "conversion_seconds": each.seconds}
+    rows = [head | cell.row() | (against(cell, theirs[cell.key]) if theirs else {}) for cell in cells]
+    main = [row for row in rows if "p" in row and row["depth"] is None and row.get("positions", [0])[0] == 0]
+    for row, p in zip(main, holm([row["p"] for row in main]), strict=True):
+        row["p_holm"] = p
+    for name, group in averaged(cells).items():
+        made = average(group, name[0])
+        rows.append(head | made | (average_against(group, [theirs[c.key] for c in group]) if theirs else {}))
+    return rows
+
+
+def averaged(cells: Sequence[Cell]) -> dict[tuple[str, int | None], list[Cell]]:
+    """Cells that belong into one number: RULER's tasks of a length, and the choice sets' raw accuracies."""
+    groups: dict[tuple[str, int | None], list[Cell]] = {}
+    for cell in cells:
+        if cell.metric == "score" and cell.context is not None:
+            groups.setdefault(("ruler_average", cell.context), []).append(cell)
+        elif cell.metric == "acc":
+            groups.setdefault(("choice_average", None), []).append(cell)
+    return {key: group for key, group in groups.items() if len(group) > 1}
+
+
+def entry_facts(each: Candidate, asked: Comparison, dtype: str) -> dict[str, Any]:
+    """What an entry is and costs, for compare.json and the page."""
+    contexts = sorted({*asked.contexts, *asked.proof.lengths, asked.match_at})
+    stored = dtype if dtype in DTYPE_BYTES else "bfloat16"
+    return {
+        "name": each.name,
+        "source": each.source,
+        "operators": [spec.label() for spec in each.plan.specs()],
+        "map": each.plan.map(),
+        "kept_layers": each.plan.kept_layers,
+        "kept_groups": len(each.plan.kept_groups),
+        "component": each.component,
+        "conversion": {"tokens": each.tokens, "seconds": each.seconds},
+        "cache_bytes": {str(n): each.plan.cache_bytes(n, 1, stored) for n in contexts},
+        "prefill_flops": {str(n): each.plan.prefill_flops(n) for n in contexts},
+        "decode_flops": {str(n): each.plan.decode_flops(n) for n in contexts},
+    }

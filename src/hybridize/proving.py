@@ -1,0 +1,138 @@
+"""The verbs that measure: eval (a hybrid against its base) and compare (many plans at matched bytes)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hybridize.comparison import (
+    Candidate,
+    Comparison,
+    candidates,
+    entry_facts,
+    entry_of,
+    make_comparison,
+    read_comparison,
+)
+from hybridize.comparison import (
+    compare as run_comparison,
+)
+from hybridize.evaluation.estimate import estimate
+from hybridize.evaluation.suite import Measure, Proof, measures
+from hybridize.files import write_json
+from hybridize.options import load_model, proof_of
+from hybridize.plan import AttentionPlan
+from hybridize.report.comparison import summary, write_comparison
+from hybridize.results import results
+from hybridize.runs import RunFolder, quiet_libraries
+from hybridize.terminal import Terminal
+from hybridize.verbs import note_resume, write_run
+from hybridize.workflows import check_lengths, counted, hybrid_of, prove
+
+
+def evaluate(terminal: Terminal, model: str, out: Path, plan: Path | None, without: list[str] | None, **options: Any) -> None:
+    """Quality of a hybrid against its base."""
+    proof = Proof(**proof_of(options))
+    given = AttentionPlan.load(plan) if plan is not None else None
+    config = {"verb": "eval", "model": model, "plan": str(plan), "without": without, "prove": proof.as_config()}
+    with quiet_libraries():
+        loaded = load_model(model, options)
+        hybrid = hybrid_of(loaded)
+        if given is not None:
+            given.check_base(hybrid.plan.geometry)
+        run = RunFolder(out, config, options["overwrite"])
+        note_resume(terminal, run)
+        chosen = given or hybrid.plan
+        base = AttentionPlan.base(chosen.geometry)
+        plans = {"full": base} if chosen.assignment == base.assignment else {"full": base, "hybrid": chosen}
+        plans |= {f"hybrid without {part}": chosen.without(part) for part in without or ()}
+        for each in plans.values():
+            check_lengths(each, proof)
+        asked = measures(loaded.tokenizer, proof, run.step)
+        if _told(terminal, run, asked, list(plans), hybrid, proof, options["dry_run"]):
+            return
+        seconds: dict[str, float] = {}
+        with counted(seconds, "prove"):
+            rows = prove(run, loaded, hybrid, plans, proof, terminal.report)
+    terminal.close()
+    write_run(run, model, chosen, None, rows, seconds, {"model": model})
+    folder = run.finish()
+    terminal.quality_table(rows)
+    terminal.task_table(rows)
+    terminal.say(f"report: {folder / 'report.html'}")
+    terminal.result({"out": str(folder), "rows": rows, "seconds": seconds})
+
+
+def compare(terminal: Terminal, sources: list[str], out: Path, model: str | None, **options: Any) -> None:
+    """Many plans against the base and each other."""
+    asked = _comparison(sources, model, options)
+    with quiet_libraries():
+        loaded = load_model(asked.model, options)
+        hybrid = hybrid_of(loaded)
+        base = AttentionPlan.base(hybrid.plan.geometry)
+        check_lengths(base, asked.proof)
+        run = RunFolder(out, asked.as_config(), options["overwrite"])
+        note_resume(terminal, run)
+        todo = measures(loaded.tokenizer, asked.proof, run.step)
+        names = ["full", *(entry.name for entry in asked.entries)]
+        with hybrid.temporary_plan(base):
+            if _told(terminal, run, todo, names, hybrid, asked.proof, options["dry_run"]):
+                return
+        seconds: dict[str, float] = {}
+        with counted(seconds, "score"):
+            found = candidates(run, asked, loaded, hybrid, terminal.report)
+        for each in found:
+            check_lengths(each.plan, asked.proof)
+        with counted(seconds, "prove"):
+            rows = run_comparison(run, asked, loaded, hybrid, found, todo, options, terminal.report)
+    terminal.close()
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    made = _write(run, asked, found, base, rows, seconds, dtype)
+    folder = run.finish()
+    terminal.comparison_table(summary(rows, made["entries"], asked.match_at))
+    terminal.seconds_table(seconds)
+    terminal.say(f"report: {folder / 'report.html'}\nnumbers: {folder / 'compare.json'}")
+    terminal.result({"out": str(folder), **json.loads(json.dumps(made))})
+
+
+def _comparison(sources: list[str], model: str | None, options: dict[str, Any]) -> Comparison:
+    given = proof_of(options)
+    if len(sources) == 1 and Path(sources[0]).suffix in (".yaml", ".yml"):
+        return read_comparison(sources[0], given, model)
+    select = {key: options[key] for key in ("budget", "window", "sinks") if options[key] is not None}
+    return make_comparison(model, [entry_of(source) for source in sources], select, given, options["match_at"])
+
+
+def _write(
+    run: RunFolder,
+    asked: Comparison,
+    found: list[Candidate],
+    base: AttentionPlan,
+    rows: list[dict[str, Any]],
+    seconds: dict[str, float],
+    dtype: str,
+) -> dict[str, Any]:
+    run.begin()
+    everyone = [Candidate("full", "base", base, tokens=0, seconds=0.0), *found]
+    entries = [entry_facts(each, asked, dtype) for each in everyone]
+    for each in found:
+        each.plan.save(run.path / "plans" / f"{each.name}.json")
+    how: dict[str, Any] = {"match_at": asked.match_at, "contexts": list(asked.contexts), "prove": asked.proof.as_config()}
+    how |= {"select": asked.ask.as_config(), "model": Path(asked.model).name, "dtype": dtype}
+    made = results("compare", rows, seconds=seconds, entries=entries, **how)
+    write_json(run.path / "compare.json", made)
+    write_comparison(run.path / "report.html", made)
+    return made
+
+
+def _told(
+    terminal: Terminal, run: RunFolder, asked: list[Measure], names: list[str], model: Any, proof: Proof, dry_run: bool
+) -> bool:
+    """Say what the measurement will cost; whether that was all that was asked."""
+    pending = [each for name in names for each in asked if not run.has(f"{each.name}-{name}")]
+    made = estimate(model, pending, proof.batch_tokens, min(proof.lengths))
+    terminal.say(made.text())
+    if dry_run:
+        terminal.result({"estimate": vars(made)})
+    return dry_run

@@ -1,0 +1,113 @@
+"""DuoAttention's learned gates (Xiao et al. 2024, arXiv 2410.10819): which KV groups need their far context.
+
+Each group's output is gate * full + (1 - gate) * window; the gates alone are trained to give the answer tokens the final
+hidden states of the full model, at a price for every gate that stays open:
+
+    loss = mean((h_full - h_gated)^2) + 0.05 * mean(|gate|)
+
+The paper trains 2000 steps on 8 GPUs; the default here is a small fraction of that, on our own needle prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridize.answers import Batch, batches
+from hybridize.data.needles import Prompt
+from hybridize.operators.contract import Heads, Operator, State
+from hybridize.operators.registry import build_operator
+from hybridize.operators.specs import Window, spec_to_dict
+from hybridize.plan import AttentionPlan
+from hybridize.scores import Scores
+
+STEPS, LEARNING_RATE, PRICE = 100, 0.02, 0.05
+
+
+class Gated(Operator):
+    """gate * full + (1 - gate) * cheap, a gate a group, [G] fp32."""
+
+    def __init__(self, full: Operator, cheap: Operator, gate: Tensor) -> None:
+        super().__init__()
+        self.full, self.cheap, self.gate = full, cheap, gate
+
+    def forward(self, heads: Heads, state: State | None) -> tuple[Tensor, dict[str, Tensor]]:
+        gate = self.gate.repeat_interleave(heads.q.shape[1] // heads.k.shape[1])[None, :, None, None]
+        full, near = (operator(heads, None)[0].float() for operator in (self.full, self.cheap))
+        return (gate * full + (1 - gate) * near).to(heads.q.dtype), {}
+
+
+def duo_scores(
+    model: Any,
+    prompts: Sequence[Prompt],
+    cheap: Window,
+    *,
+    steps: int = STEPS,
+    batch_tokens: int = 8192,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scores:
+    """Gates after `steps` steps of AdamW, batches of prompts in turn. The model's weights are not touched.
+
+    Returns:
+        Scores by group, [1, L, G] in 0..1.
+    """
+    geometry = model.plan.geometry
+    full = AttentionPlan.base(geometry)
+    chosen = list(batches(prompts, batch_tokens, model.device))
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        with model.temporary_plan(full):
+            with torch.no_grad():
+                teacher = [_answer_states(model, batch) for batch in chosen]
+            gates = nn.Parameter(torch.ones(geometry.layers, geometry.kv_heads, device=model.device))
+            optimizer = torch.optim.AdamW([gates], lr=LEARNING_RATE, weight_decay=0.0)
+            with _gated(model, cheap, gates), torch.enable_grad():
+                for step in range(steps):
+                    i = step % len(chosen)
+                    error = (_answer_states(model, chosen[i]) - teacher[i])[chosen[i].real]
+                    loss = error.pow(2).mean() + PRICE * gates.abs().mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    with torch.no_grad():
+                        gates.clamp_(0, 1)
+                    if progress:
+                        progress(step + 1, steps)
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+    provenance = {
+        "scorer": "duo",
+        "identity": geometry.identity,
+        "cheap": spec_to_dict(cheap),
+        "steps": steps,
+        "prompts": len(prompts),
+        "lengths": sorted({prompt.length for prompt in prompts}),
+    }
+    return Scores("group", gates.detach().double().cpu().numpy()[None], provenance)
+
+
+def _answer_states(model: Any, batch: Batch) -> Tensor:
+    """Final hidden states where answer tokens are predicted, fp32 [B, A, E]."""
+    hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
+    return hidden.gather(1, batch.columns[..., None].expand(-1, -1, hidden.shape[-1])).float()
+
+
+@contextmanager
+def _gated(model: Any, cheap: Window, gates: Tensor) -> Iterator[None]:
+    """Every layer of a model under its base plan runs both branches, until the `with` block ends."""
+    attentions = list(model.attentions())
+    before = [attention.operators for attention in attentions]
+    for attention, gate in zip(attentions, gates.unbind(0), strict=True):
+        attention.operators = nn.ModuleList([Gated(attention.operators[0], build_operator(cheap), gate)])
+    try:
+        yield
+    finally:
+        for attention, operators in zip(attentions, before, strict=True):
+            attention.operators = operators
