@@ -7,8 +7,7 @@ import torch
 
 import hybridize as hz
 from conftest import make_base, make_plan
-from hybridize.evaluation.perplexity import position_cells
-from hybridize.evaluation.statistics import wilson
+from hybridize.evaluation.perplexity import position_cells, sliding_cell
 from hybridize.results import results
 
 
@@ -41,10 +40,34 @@ def test_a_window_only_hurts_far_positions(tokenizer):
     assert full[3]["score"] != pytest.approx(near[3]["score"], rel=1e-3)
 
 
-def test_wilson():
-    assert wilson(10, 10) == (pytest.approx(0.7225, abs=1e-3), 1.0)
-    assert wilson(0, 10) == (0.0, pytest.approx(0.2775, abs=1e-3))
-    assert wilson(50, 100) == (pytest.approx(0.4038, abs=1e-3), pytest.approx(0.5962, abs=1e-3))
+@pytest.mark.parametrize(("length", "stride"), [(64, 16), (64, 64), (64, None), (50, 7), (1000, None)])
+def test_sliding_perplexity_scores_every_token_once(tokenizer, length, stride):
+    base = make_base("llama")
+    text = "the quick brown fox jumps over the lazy dog. " * 5
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    cell = sliding_cell(base, tokenizer, [text], task="t", length=length, stride=stride)
+    step = stride or max(1, length // 2)
+    total, tokens, end = 0.0, 0, 1
+    for start in range(0, len(ids), step):  # token by token: from the latest view that has the most before it
+        stop = min(start + length, len(ids))
+        with torch.no_grad():
+            logits = base(torch.tensor([ids[start:stop]])).logits[0].log_softmax(-1)
+        for i in range(max(end, start + 1), stop):
+            total -= float(logits[i - 1 - start, ids[i]])
+            tokens += 1
+        end = max(end, stop)
+        if stop == len(ids):
+            break
+    assert sum(cell.weights) == tokens == len(ids) - 1 - (len(range(length, len(ids), length)) if step == length else 0)
+    assert cell.mean == pytest.approx(total / tokens, rel=1e-4)
+    assert cell.row()["score"] == pytest.approx(math.exp(total / tokens), rel=1e-3)
+
+
+def test_sliding_perplexity_refuses(tokenizer):
+    base = make_base("llama")
+    for length, stride, text in ((64, 65, "long enough"), (64, 16, "x")):
+        with pytest.raises(hz.HybridizeError, match=r"stride|text"):
+            sliding_cell(base, tokenizer, [text], task="t", length=length, stride=stride)
 
 
 def test_results_head():

@@ -9,6 +9,7 @@ import string
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hybridize.data.needles import KEYS
 from hybridize.errors import bad
@@ -119,8 +120,13 @@ def _needle_hay(rng: random.Random, size: int, text: str, needles: Sequence[str]
     return _insert_lines(rng, others, needles)
 
 
+@lru_cache(maxsize=2)
+def _split(text: str) -> list[str]:
+    return text.split()
+
+
 def _essay_hay(rng: random.Random, size: int, text: str, needles: Sequence[str], *_: str) -> str:
-    words = text.split()
+    words = _split(text)
     hay = " ".join(words[i % len(words)] for i in range(size))
     sentences = re.split(r"(?<=[.!?])\s+", hay)
     places = sorted(int(len(sentences) * depth / 100) for depth in rng.sample(DEPTHS, len(needles)))
@@ -172,6 +178,7 @@ def variable_tracking(rng: random.Random, size: int, text: str) -> Example:
     return Example(f"{shown.text}{shown.prefix}{' '.join(shown.references)}\n\n{asked.text}", asked.prefix, asked.references)
 
 
+@lru_cache(maxsize=2)  # a size is searched for by making the text again and again
 def _words_of(text: str) -> list[str]:
     return sorted(set(re.findall(r"\b[a-z]{4,10}\b", text)))
 

@@ -94,7 +94,7 @@ def sliding_cell(
     values, tokens = [], []
     for i, start in enumerate(starts):
         nll = _token_nll(model, ids[start : start + length])
-        fresh = nll if i == 0 else nll[length - stride - 1 :]  # tokens that no earlier view has scored
+        fresh = nll if i == 0 else nll[max(0, length - stride - 1) :]  # tokens that no earlier view has scored
         if len(fresh):
             values.append(float(fresh.double().mean()))
             tokens.append(float(len(fresh)))
