@@ -23,11 +23,10 @@ from hybridize.results import results, write_results
 
 def answers(model, tokenizer, rows, tokens):
     ids, mask = left_pad(rows, model.device)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    return [
-        row[: row.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in row else row
-        for row in out[:, ids.shape[1] :].tolist()
-    ]
+    end = tokenizer.eos_token_id
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=end)
+    found = out[:, ids.shape[1] :].tolist()
+    return [row[: row.index(end)] if end in row else row for row in found]
 
 
 def main():

@@ -154,7 +154,7 @@ def test_the_base_agrees_with_itself_and_a_window_does_not(models, tokenizer):
     assert [c.positions for c in own[::2]] == [(0, 128), (128, 150)]
     assert all(c.mean == 1.0 for c in own if c.metric == "agreement")
     other = path_cells("text", *path_choices(near, prompts, path), choices)
-    assert all(c.mean < 0.9 for c in other if c.metric == "agreement")
+    assert all(c.mean < 1.0 for c in other if c.metric == "agreement")
 
 
 def test_chain_steps(models, tokenizer):
