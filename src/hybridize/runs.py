@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import shutil
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridize.errors import HybridizeError, bad
-from hybridize.files import check_format, check_output_folder, read_json, replace_folder, sync_tree, write_json
+from hybridize.files import check_format, check_output_folder, dump_json, read_json, replace_folder, sync_tree, write_json
 
 FORMAT, FORMAT_VERSION = "hybridize-run", 1
 
@@ -35,6 +36,7 @@ class RunFolder:
         self.out = check_output_folder(out, overwrite)
         self.overwrite = overwrite
         self.path = self.out.with_name(self.out.name + ".partial")
+        config = json.loads(dump_json(config))  # as a partial folder's question reads: tuples are lists there
         self.config = config
         self.seconds: dict[str, float] = {}
         self.asked = asked = {"format": FORMAT, "format_version": FORMAT_VERSION, "config": config}

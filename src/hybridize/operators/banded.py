@@ -40,6 +40,14 @@ def banded_attention(
     b, h, t, _ = q.shape
     g, past, sinks = k.shape[1], k.shape[2] - t, sink_k.shape[2]
     block = min(t, max(64, min(size // 2, 512)))
+    if b > 1 and block * (block + size + sinks) * h * b > 4 * GROUP_ELEMENTS:  # even one block of all rows is too much
+        half = b // 2
+        tensors = (q, k, v, sink_k, sink_v, positions.expand(b, -1))
+        parts = [
+            banded_attention(*(x[rows] for x in tensors), size, scale, dropout, None if q_sink is None else q_sink[rows])
+            for rows in (slice(0, half), slice(half, b))
+        ]
+        return torch.cat(parts)
     blocks = -(-t // block)
     span = block + size - 1
     tail = blocks * block - t

@@ -55,8 +55,11 @@ class Chunk:
 
     @property
     def decoding(self) -> Tensor | None:
-        """Which queries lie behind their row's prompt, [B, T]; None: no query does."""
-        return None if self.prompt_len is None else self.positions >= self.prompt_len[:, None]
+        """Which real queries lie behind their row's prompt, [B, T]; None: no query does."""
+        if self.prompt_len is None:
+            return None
+        behind = self.positions >= self.prompt_len[:, None]
+        return behind if self.valid is None else behind & self.valid
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Chunk:
         """Copy to the device of a layer (model split over devices)."""

@@ -43,7 +43,8 @@ class SnapKVAttention(Operator):
         unfinished = chunk.starts < prompt
         ending = unfinished & (ends >= prompt)
         observing = unfinished & (ends > prompt - self.spec.observe)
-        decoding = chunk.positions >= prompt[:, None]
+        decoding = chunk.decoding
+        assert decoding is not None
         any_ending, any_observing, any_decoding = torch.stack([ending.any(), observing.any(), decoding.any()]).tolist()
         votes = kept = None
         if any_observing:

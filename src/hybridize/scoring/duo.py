@@ -29,14 +29,14 @@ STEPS, LEARNING_RATE, PRICE = 100, 0.02, 0.05
 
 
 class Gated(Operator):
-    """gate * full + (1 - gate) * cheap, a gate a group, [G] fp32."""
+    """gate * full + (1 - gate) * cheap, a gate a group: row `layer` of gates [L, G], fp32."""
 
-    def __init__(self, full: Operator, cheap: Operator, gate: Tensor) -> None:
+    def __init__(self, full: Operator, cheap: Operator, gates: Tensor, layer: int) -> None:
         super().__init__()
-        self.full, self.cheap, self.gate = full, cheap, gate
+        self.full, self.cheap, self.gates, self.layer = full, cheap, gates, layer
 
     def forward(self, heads: Heads, state: State | None) -> tuple[Tensor, dict[str, Tensor]]:
-        gate = self.gate.repeat_interleave(heads.q.shape[1] // heads.k.shape[1])[None, :, None, None]
+        gate = self.gates[self.layer].repeat_interleave(heads.q.shape[1] // heads.k.shape[1])[None, :, None, None]
         full, near = (operator(heads, None)[0].float() for operator in (self.full, self.cheap))
         return (gate * full + (1 - gate) * near).to(heads.q.dtype), {}
 
@@ -104,8 +104,8 @@ def _gated(model: Any, cheap: Window, gates: Tensor) -> Iterator[None]:
     """Every layer of a model under its base plan runs both branches, until the `with` block ends."""
     attentions = list(model.attentions())
     before = [attention.operators for attention in attentions]
-    for attention, gate in zip(attentions, gates.unbind(0), strict=True):
-        attention.operators = nn.ModuleList([Gated(attention.operators[0], build_operator(cheap), gate)])
+    for layer, attention in enumerate(attentions):
+        attention.operators = nn.ModuleList([Gated(attention.operators[0], build_operator(cheap), gates, layer)])
     try:
         yield
     finally:
