@@ -33,39 +33,42 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 """
 
 
+def counts(loaded, file, manager, limit):
+    """Right items by lm_eval's own model, by our adapter in lm_eval, and by ourselves."""
+    name, found = f"local_{Path(file).stem}", {}
+    models = {
+        "lm_eval hf": HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=4),
+        "adapter": HybridLM(loaded),
+    }
+    for who, model in models.items():
+        out = lm_eval.simple_evaluate(model=model, tasks=[name], task_manager=manager, limit=limit, bootstrap_iters=0)
+        found[who] = {m: round(out["results"][name][f"{m},none"] * limit) for m in ("acc", "acc_norm")}
+    ours = choice_results(loaded.model, loaded.tokenizer, load_items(file)[:limit])
+    return found | {"hybridize eval": {m: sum(r[m] for r in ours) for m in ("acc", "acc_norm")}}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--limit", type=int, default=100)
     parser.add_argument("--out", default="results/lm_eval_agreement.json")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else None
-    loaded = load(args.model, dtype=args.dtype, device_map=device)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for file in args.files:
             name = Path(file).stem
             (Path(folder) / f"{name}.yaml").write_text(TASK.format(name=name, file=Path(file).resolve()))
         manager = TaskManager(include_path=folder, include_defaults=False)
-        for file in args.files:
-            name = f"local_{Path(file).stem}"
-            counts = {}
-            for who, model in (
-                ("lm_eval hf", HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=4)),
-                ("adapter", HybridLM(loaded)),
-            ):
-                out = lm_eval.simple_evaluate(
-                    model=model, tasks=[name], task_manager=manager, limit=args.limit, bootstrap_iters=0
-                )
-                counts[who] = {m: round(out["results"][name][f"{m},none"] * args.limit) for m in ("acc", "acc_norm")}
-            found = choice_results(loaded.model, loaded.tokenizer, load_items(file)[: args.limit])
-            counts["hybridize eval"] = {m: sum(r[m] for r in found) for m in ("acc", "acc_norm")}
-            for who, each in counts.items():
-                for metric, hits in each.items():
-                    rows.append(dict(task=Path(file).stem, metric=metric, by=who, hits=hits, n=args.limit, dtype=args.dtype))
-                    print(rows[-1], flush=True)
+        for dtype in args.dtype:
+            loaded = load(args.model, dtype=dtype, device_map=device)
+            for file in args.files:
+                for who, hits in counts(loaded, file, manager, args.limit).items():
+                    head = dict(task=Path(file).stem, dtype=dtype, by=who, n=args.limit)
+                    rows += [head | dict(metric=metric, hits=n) for metric, n in hits.items()]
+                    print(rows[-2:], flush=True)
     write_results(args.out, results("lm_eval_agreement", rows, model=args.model))
 
 

@@ -153,14 +153,62 @@ def cache(data):
 
 def agreement(data):
     body = []
-    for task, metric in dict.fromkeys((r["task"], r["metric"]) for r in data["rows"]):
-        cells = {r["by"]: r for r in data["rows"] if (r["task"], r["metric"]) == (task, metric)}
-        body.append([task, metric, *[f"{r['hits']} of {r['n']}" for r in cells.values()]])
-    return table(["set", "metric", *dict.fromkeys(r["by"] for r in data["rows"])], body)
+    for key in dict.fromkeys((r["dtype"], r["task"], r["metric"]) for r in data["rows"]):
+        cells = {r["by"]: r for r in data["rows"] if (r["dtype"], r["task"], r["metric"]) == key}
+        body.append([*key, *[f"{r['hits']} of {r['n']}" for r in cells.values()]])
+    return table(["dtype", "set", "metric", *dict.fromkeys(r["by"] for r in data["rows"])], body)
+
+
+def interval(row, digits=3):
+    return f"{row['score']:.{digits}f} ({row['low']:.{digits}f}–{row['high']:.{digits}f})"
+
+
+def base_ruler(data):
+    rows = [r for r in data["rows"] if r["context"] and r["depth"] is None and r["metric"] in ("score", "exact")]
+    lengths, body = sorted({r["context"] for r in rows}), []
+    for task in dict.fromkeys(r["task"] for r in rows):
+        body.append([task, *[interval(r, 2) for n in lengths for r in rows if (r["task"], r["context"]) == (task, n)]])
+    tasks = [[r["score"] for r in rows if r["metric"] == "score" and r["context"] == n] for n in lengths]
+    body.append(["**RULER, mean of 11**", *[f"**{sum(scores) / len(scores):.3f}**" for scores in tasks]])
+    return table(["task", *lengths], body)
+
+
+def base_sets(data):
+    body = []
+    for row in data["rows"]:
+        if row["context"] is None or (row["metric"] == "perplexity" and "positions" not in row):
+            view = f"{row['context']} tokens at once" if row["context"] else ""
+            body.append([row["task"], row["metric"], interval(row, 2 if "perplexity" in row["metric"] else 3), row["n"], view])
+    return table(["set", "metric", "score", "n", ""], body)
+
+
+def batches(data):
+    body = [
+        [r["plan"], r["dtype"], f"{r['same']} of {r['prompts']}", f"{r['same_tokens']} of {r['tokens']}"] for r in data["rows"]
+    ]
+    return table(["plan", "dtype", "answers alike", "tokens alike"], body)
+
+
+def drift(data):
+    body, names = [], [entry["name"] for entry in data["entries"]]
+    for row in data["rows"]:
+        if row["selector"] == "full" and row["task"].startswith("drift"):
+            where = f"{row['positions'][0]}–{row['positions'][1]}" if "positions" in row else f"0–{row['context']}"
+            key = ("task", "metric", "positions")
+            cells = {r["selector"]: r for r in data["rows"] if all(r.get(k) == row.get(k) for k in key)}
+            digits = 2 if row["metric"] == "perplexity" else 3
+            body.append([row["task"], row["metric"], where, *[f"{cells[n]['score']:.{digits}f}" for n in names]])
+    return table(["continuation", "metric", "new tokens", *names], body)
 
 
 TABLES = {
-    "docs/evaluation.md": {"agreement": (agreement, "lm_eval_agreement")},
+    "docs/evaluation.md": {
+        "agreement": (agreement, "lm_eval_agreement"),
+        "base-ruler": (base_ruler, "base_smollm2"),
+        "base-sets": (base_sets, "base_smollm2"),
+        "batches": (batches, "batch_agreement"),
+        "drift": (drift, "drift_smollm2"),
+    },
     "docs/nll.md": {
         "nll-main": (nll_main, "nll_smollm2"),
         "nll-explore": (nll_explore, "nll_smollm2"),

@@ -146,7 +146,7 @@ def make_comparison(
         raise bad("compare.entries", odd[0], "names of letters, digits, spaces and . + - _, at most 80")
     asked, ask = Proof(**proof), Selection(**select)
     _ = ask.cheap
-    at = match_at or max(asked.lengths)
+    at = max(asked.lengths) if match_at is None else match_at
     if any(not isinstance(n, int) or n < 1 for n in (at, *contexts)):
         raise bad("compare.match_at, contexts", (at, *contexts), "numbers of at least 1")
     return Comparison(model, tuple(entries), ask, asked, at, contexts)

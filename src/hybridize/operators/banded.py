@@ -41,12 +41,11 @@ def banded_attention(
     g, past, sinks = k.shape[1], k.shape[2] - t, sink_k.shape[2]
     block = min(t, max(64, min(size // 2, 512)))
     if b > 1 and block * (block + size + sinks) * h * b > 4 * GROUP_ELEMENTS:  # even one block of all rows is too much
-        half = b // 2
-        tensors = (q, k, v, sink_k, sink_v, positions.expand(b, -1))
-        parts = [
-            banded_attention(*(x[rows] for x in tensors), size, scale, dropout, None if q_sink is None else q_sink[rows])
-            for rows in (slice(0, half), slice(half, b))
-        ]
+        parts = []
+        for r in (slice(0, b // 2), slice(b // 2, b)):
+            few = None if q_sink is None else q_sink[r]
+            where = positions.expand(b, -1)[r]
+            parts.append(banded_attention(q[r], k[r], v[r], sink_k[r], sink_v[r], where, size, scale, dropout, few))
         return torch.cat(parts)
     blocks = -(-t // block)
     span = block + size - 1

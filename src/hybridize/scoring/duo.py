@@ -47,10 +47,13 @@ def duo_scores(
     cheap: Window,
     *,
     steps: int = STEPS,
+    price: float = PRICE,
     batch_tokens: int = 8192,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Gates after `steps` steps of AdamW, batches of prompts in turn. The model's weights are not touched.
+    """Gates after `steps` steps of AdamW, batches of prompts in turn; `price` is what an open gate costs.
+
+    The model's weights are not touched.
 
     Returns:
         Scores by group, [1, L, G] in 0..1.
@@ -71,7 +74,7 @@ def duo_scores(
                 for step in range(steps):
                     i = step % len(chosen)
                     error = (_answer_states(model, chosen[i]) - teacher[i])[chosen[i].real]
-                    loss = error.pow(2).mean() + PRICE * gates.abs().mean()
+                    loss = error.pow(2).mean() + price * gates.abs().mean()
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
@@ -87,6 +90,7 @@ def duo_scores(
         "identity": geometry.identity,
         "cheap": spec_to_dict(cheap),
         "steps": steps,
+        "price": price,
         "prompts": len(prompts),
         "lengths": sorted({prompt.length for prompt in prompts}),
     }
