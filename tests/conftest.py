@@ -9,6 +9,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before Triton is imported: kernels run in its interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (

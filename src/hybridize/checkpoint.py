@@ -20,9 +20,9 @@ from hybridize.scores import Scores
 
 # every module a converted model needs to run, flattened into its folder for trust_remote_code
 REMOTE_MODULES = (
-    "errors", "files", "operators.specs", "plan", "operators.contract", "operators.dense", "operators.banded",
-    "operators.full", "operators.snapkv", "operators.window", "operators.registry", "cache", "attention", "generation",
-    "geometry", "modeling", "families",
+    "errors", "files", "kernels.dispatch", "operators.specs", "plan", "operators.contract", "operators.dense",
+    "operators.banded", "operators.full", "operators.snapkv", "operators.window", "operators.registry", "cache", "attention",
+    "generation", "geometry", "modeling", "families",
 )  # fmt: skip
 LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "NOTICE", "USE_POLICY.md")
 

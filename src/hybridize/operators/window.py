@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from hybridize.kernels.dispatch import kernels_for
 from hybridize.operators.banded import banded_attention
 from hybridize.operators.contract import Chunk, Heads, Operator, State, take, write_at
 from hybridize.operators.dense import masked_attention, softmax_attention
@@ -42,18 +45,12 @@ class WindowAttention(Operator):
         spec, k, v = self.spec, heads.k, heads.v
         if history is not None:
             k, v = torch.cat([history[0], k], dim=2), torch.cat([history[1], v], dim=2)
-        return banded_attention(
-            heads.q,
-            k,
-            v,
-            sink_k[:, :, : spec.sinks],
-            sink_v[:, :, : spec.sinks],
-            heads.chunk.positions,
-            size=spec.size,
-            scale=heads.scale,
-            dropout=heads.dropout,
-            q_sink=None if spec.rebased_distance is None else heads.q_sink(spec.rebased_distance),
-        )
+        q_sink = None if spec.rebased_distance is None else heads.q_sink(spec.rebased_distance)
+        given = (heads.q, k, v, sink_k[:, :, : spec.sinks], sink_v[:, :, : spec.sinks], heads.chunk.positions)
+        how: dict[str, Any] = {"size": spec.size, "scale": heads.scale, "q_sink": q_sink}
+        if (kernels := kernels_for("window", heads.q, heads.dropout)) is not None:
+            return kernels.window_attention(*given, **how, counts=heads.chunk.count)
+        return banded_attention(*given, **how, dropout=heads.dropout)
 
     def _one_token(self, heads: Heads, state: WindowState) -> Tensor:
         spec = self.spec

@@ -1,0 +1,70 @@
+"""Which implementation runs: the Triton kernels where they can, the torch reference where not; said once, never silently.
+
+`HYBRIDIZE_KERNELS` is "auto" (kernels on a CUDA device), "reference", or "triton" (an error where they cannot run; also how
+tests run them on a CPU, in Triton's interpreter).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import logging
+
+from hybridize.errors import HybridizeError, bad
+
+logger = logging.get_logger(__name__)
+MODES = ("auto", "reference", "triton")
+HEAD_DIMS = (16, 32, 64, 96, 128, 256)
+
+
+def mode() -> str:
+    """The user's choice.
+
+    Raises:
+        HybridizeError: HYBRIDIZE_KERNELS is none of MODES.
+    """
+    chosen = os.environ.get("HYBRIDIZE_KERNELS", "auto")
+    if chosen not in MODES:
+        raise bad("HYBRIDIZE_KERNELS", chosen, f"one of {MODES}")
+    return chosen
+
+
+@functools.cache
+def load(name: str) -> Any:
+    """A module of kernels, or None where Triton, or hybridize beside remote code, is not installed."""
+    try:
+        return importlib.import_module(f"hybridize.kernels.{name}")
+    except ImportError:
+        return None
+
+
+def kernels_for(name: str, q: Tensor, dropout: float = 0.0) -> Any:
+    """The module of kernels to run for queries q [B, H, T, D], or None: run the reference.
+
+    Raises:
+        HybridizeError: HYBRIDIZE_KERNELS=triton, and they cannot run.
+    """
+    chosen = mode()
+    if chosen == "reference" or (chosen == "auto" and q.device.type != "cuda"):
+        return None
+    reason = _why_not(name, q, dropout)
+    if reason is None:
+        return load(name)
+    if chosen == "triton":
+        raise HybridizeError(f"HYBRIDIZE_KERNELS: got 'triton', but {reason}")
+    logger.warning_once(f"hybridize: plain torch runs instead of the {name} kernel: {reason}")
+    return None
+
+
+def _why_not(name: str, q: Tensor, dropout: float) -> str | None:
+    if load(name) is None:
+        return "the kernels need the triton and hybridize packages"
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head_dim is {q.shape[-1]}, the kernels have {HEAD_DIMS}"
+    if dropout:
+        return "the kernels have no attention dropout"
+    return None

@@ -1,0 +1,209 @@
+"""Triton kernels against the torch reference, forward and backward; on a CPU in Triton's interpreter (fp32 only there)."""
+
+import pytest
+import torch
+
+import hybridize as hz
+from conftest import make_base, make_plan
+from hybridize.kernels import dispatch
+from hybridize.operators.banded import banded_attention
+from hybridize.operators.dense import causal_attention
+
+pytest.importorskip("triton")
+from hybridize.kernels.window import window_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Memory that is not written shows as NaN."""
+    real = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: fill(real[0](*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(real[1](*a, **k)))
+
+
+def fill(x):
+    return x.fill_(float("nan")) if x.is_floating_point() else x
+
+
+def inputs(b, g, r, t, d, size, sinks, start, history, rebased, seed=0):
+    """The chunk of positions start..start + t, its history of size - 1 tokens where asked, and its row's first tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    q = normal(b, g * r, t, d)
+    k, v = normal(b, g, start + t, d), normal(b, g, start + t, d)
+    sink_k, sink_v = k[:, :, :sinks].clone(), v[:, :, :sinks].clone()
+    if history:
+        before = max(0, size - 1 - start)  # columns before position 0: anything may stand there
+        first = max(0, start - size + 1)
+        k, v = (torch.cat([normal(b, g, before, d) * 50, x[:, :, first:]], dim=2) for x in (k, v))
+    positions = start + torch.arange(t, device=DEVICE)[None]
+    q_sink = None
+    if rebased:  # as long as a sink is in the window, its distance is the true one
+        q_sink = torch.where((positions < size + sinks)[:, None, :, None], q, normal(b, g * r, t, d))
+    return q, k, v, sink_k, sink_v, positions, q_sink
+
+
+def gradients(function, q, k, v, sink_k, sink_v, positions, q_sink, weight, **how):
+    """(output, gradients); what a token's key gets as key and as sink is one sum, for it is one key."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink_k, sink_v)]
+    near = None if q_sink is None else q_sink.clone().requires_grad_()
+    out = function(*leaves, positions, q_sink=near, **how)
+    (out * weight).sum().backward()
+    dq, dk, dv, dsk, dsv = (torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in leaves)
+    size, start = how["size"], int(positions[0, 0])
+    for sink in range(sink_k.shape[2]):
+        column = sink - start + k.shape[2] - q.shape[2]
+        if 0 <= column < k.shape[2]:
+            for x, y in ((dk, dsk), (dv, dsv)):
+                x[:, :, column] += y[:, :, sink]
+                y[:, :, sink] = 0
+    found = [dq, dk, dv, dsk, dsv]
+    if near is not None:
+        same = (positions < size + sink_k.shape[2])[:, None, :, None]
+        found = [torch.where(same, dq + near.grad, dq), torch.where(same, 0.0, near.grad), *found[1:]]
+    return out.detach(), found
+
+
+CASES = {  # b, g, r, t, d, size, sinks, start, history, rebased
+    "one head": (1, 1, 1, 40, 16, 7, 2, 0, False, False),
+    "groups of three": (2, 2, 3, 100, 16, 20, 4, 0, False, False),
+    "groups of seven": (1, 2, 7, 70, 16, 33, 4, 0, False, False),
+    "no sinks": (1, 2, 1, 33, 16, 5, 0, 0, False, False),
+    "window of one": (1, 1, 2, 64, 16, 1, 2, 0, False, False),
+    "window over everything": (2, 2, 2, 50, 16, 1000, 4, 0, False, False),
+    "long window": (1, 1, 2, 300, 16, 200, 4, 0, False, False),
+    "a later chunk": (2, 2, 2, 50, 16, 20, 4, 30, True, False),
+    "a chunk soon after the start": (2, 1, 4, 70, 32, 64, 4, 5, True, True),
+    "a chunk far behind": (1, 1, 2, 200, 16, 33, 6, 100, True, True),
+    "re-based": (1, 2, 4, 150, 16, 100, 4, 0, False, True),
+    "one query": (2, 2, 2, 1, 16, 9, 2, 40, True, False),
+    "many sinks": (1, 1, 2, 90, 16, 10, 20, 0, False, False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_window_kernel_is_the_reference(case):
+    b, g, r, t, d, size, *_ = CASES[case]
+    given = inputs(*CASES[case])
+    weight = torch.randn(b, g * r, t, d, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    how = dict(size=size, scale=0.3)
+    expected, theirs = gradients(banded_attention, *given, weight, **how)
+    out, mine = gradients(window_attention, *given, weight, **how)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert out.transpose(1, 2).is_contiguous()
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
+def test_strided_inputs_and_head_dim_256():
+    q, k, v = (torch.randn(1, 37, 3, heads, 256, device=DEVICE)[:, :, 1].transpose(1, 2) for heads in (4, 2, 2))
+    positions = torch.arange(37, device=DEVICE)[None]
+    given = (q, k, v, k[:, :, :2], v[:, :, :2], positions)
+    out = window_attention(*given, size=9, scale=0.1)
+    torch.testing.assert_close(out, banded_attention(*given, size=9, scale=0.1), rtol=1e-4, atol=1e-5)
+
+
+def test_padding_comes_out_as_zero_and_gets_no_gradient():
+    q, k, v, sink_k, sink_v, positions, _ = inputs(3, 2, 2, 60, 16, 11, 2, 0, False, False)
+    counts = torch.tensor([60, 33, 0], device=DEVICE)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink_k, sink_v)]
+    out = window_attention(*leaves, positions, size=11, scale=0.3, counts=counts)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    weight[1, :, 33:] = weight[2] = float("nan")  # what comes in for padding is not looked at
+    out.backward(weight)
+    for row, n in ((0, 60), (1, 33)):
+        alone = [x[row : row + 1, :, :n].clone().requires_grad_() for x in (q, k, v)]
+        alone += [x[row : row + 1].clone().requires_grad_() for x in (sink_k, sink_v)]
+        expected = window_attention(*alone, positions[:, :n], size=11, scale=0.3)
+        torch.testing.assert_close(out[row : row + 1, :, :n], expected, rtol=1e-4, atol=1e-5)
+        expected.backward(weight[row : row + 1, :, :n])
+        for leaf, single in zip(leaves, alone):
+            torch.testing.assert_close(leaf.grad[row : row + 1, :, : single.shape[2]], single.grad, rtol=1e-4, atol=1e-5)
+    assert all(not leaf.grad.isnan().any() for leaf in leaves) and not out.isnan().any()
+    assert all((leaf.grad[2] == 0).all() for leaf in leaves)
+    assert all((leaf.grad[1, :, 33:] == 0).all() for leaf in leaves[:3])
+
+
+def test_spans_of_one_layer_in_one_launch():
+    q, k, v, sink_k, sink_v, positions, _ = inputs(2, 3, 2, 90, 16, 12, 3, 0, False, False)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink_k, sink_v)]
+    out = window_attention(*leaves, positions, size=(12, 1000, 12), scale=0.3)
+    near = banded_attention(q, k, v, sink_k, sink_v, positions, size=12, scale=0.3)
+    far = causal_attention(q, k, v, 0.3)
+    expected = torch.cat([near[:, :2], far[:, 2:4], near[:, 4:]], dim=1)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    out.sum().backward()
+    assert not any(leaf.grad.isnan().any() for leaf in leaves)
+
+
+def test_refusals():
+    q = torch.zeros(1, 2, 4, 24, device=DEVICE)
+    where = torch.arange(4, device=DEVICE)[None]
+    with pytest.raises(hz.HybridizeError, match="head_dim"):
+        window_attention(q, q, q, q[:, :, :1], q[:, :, :1], where, size=3, scale=1.0)
+    q = torch.zeros(1, 2, 4, 16, device=DEVICE)
+    with pytest.raises(hz.HybridizeError, match="size"):
+        window_attention(q, q, q, q[:, :, :1], q[:, :, :1], where, size=(3,), scale=1.0)
+
+
+# -- the choice -----------------------------------------------------------------------------------------------------
+
+
+def test_the_choice_is_the_users(monkeypatch):
+    q = torch.zeros(1, 2, 4, 16)
+    monkeypatch.setenv("HYBRIDIZE_KERNELS", "fast")
+    with pytest.raises(hz.HybridizeError, match="HYBRIDIZE_KERNELS"):
+        dispatch.kernels_for("window", q)
+    monkeypatch.setenv("HYBRIDIZE_KERNELS", "reference")
+    assert dispatch.kernels_for("window", q) is None
+    monkeypatch.setenv("HYBRIDIZE_KERNELS", "auto")
+    assert dispatch.kernels_for("window", q) is None  # a CPU tensor
+    monkeypatch.setenv("HYBRIDIZE_KERNELS", "triton")
+    assert dispatch.kernels_for("window", q).window_attention is window_attention
+    for other, dropout in ((torch.zeros(1, 2, 4, 24), 0.0), (q, 0.1)):
+        with pytest.raises(hz.HybridizeError, match="HYBRIDIZE_KERNELS"):
+            dispatch.kernels_for("window", other, dropout)
+
+
+def test_a_fallback_is_announced(monkeypatch):
+    said = []
+    monkeypatch.setattr(dispatch.logger, "warning_once", said.append)
+    monkeypatch.setenv("HYBRIDIZE_KERNELS", "auto")
+    on_gpu = torch.zeros(1, 2, 4, 24, device="meta")
+    monkeypatch.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")))
+    assert dispatch.kernels_for("window", on_gpu) is None
+    assert len(said) == 1 and "head_dim is 24" in said[0]
+
+
+@pytest.mark.parametrize("operator", ["window", "window_no_sinks", "window_rebased", "window_full_decode", "mixed"])
+def test_models_run_on_the_kernels(ids, operator, monkeypatch):
+    """Whole models, padding, chunks and gradients: kernels and reference side by side."""
+    base = make_base("qwen3")
+    model = hz.convert(base, make_plan(base, operator))
+    rows = torch.cat([torch.zeros(1, 9, dtype=torch.long), ids[1:, :-9]], dim=1)
+    rows, mask = torch.cat([ids[:1], rows]), torch.ones_like(ids)
+    mask[1, :9] = 0
+    labels = rows.masked_fill(mask == 0, -100)
+    labels[1, 9] = -100  # what padding predicts is nobody's business
+    results = []
+    for chosen in ("reference", "triton"):
+        monkeypatch.setenv("HYBRIDIZE_KERNELS", chosen)
+        model.zero_grad()
+        out = model.train()(rows, attention_mask=mask, labels=labels, prompt_len=torch.tensor([30, 25]))
+        out.loss.backward()
+        found = [out.logits.detach() * mask[..., None], *(p.grad.clone() for p in model.parameters())]
+        cache, start = model.eval().new_cache(), 0
+        with torch.no_grad():
+            for size in (13, 20, 7):
+                part = model(rows[:, start : start + size], attention_mask=mask[:, : start + size], past_key_values=cache,
+                             prompt_len=torch.tensor([30, 25]))  # fmt: skip
+                found.append(part.logits * mask[:, start : start + size, None])
+                start += size
+        results.append(found)
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
