@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import hybridize as hz
 from conftest import make_base, make_plan
@@ -10,6 +11,7 @@ from hybridize.operators.banded import banded_attention
 from hybridize.operators.dense import causal_attention
 
 pytest.importorskip("triton")
+from hybridize.kernels.decode import one_token_attention
 from hybridize.kernels.window import window_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -199,7 +201,7 @@ def test_models_run_on_the_kernels(ids, operator, monkeypatch):
         found = [out.logits.detach() * mask[..., None], *(p.grad.clone() for p in model.parameters())]
         cache, start = model.eval().new_cache(), 0
         with torch.no_grad():
-            for size in (13, 20, 7):
+            for size in (13, 20, 1, 1, 5):
                 part = model(rows[:, start : start + size], attention_mask=mask[:, : start + size], past_key_values=cache,
                              prompt_len=torch.tensor([30, 25]))  # fmt: skip
                 found.append(part.logits * mask[:, start : start + size, None])
@@ -207,3 +209,92 @@ def test_models_run_on_the_kernels(ids, operator, monkeypatch):
         results.append(found)
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+# -- one decoded token ----------------------------------------------------------------------------------------------
+
+
+def one_by_hand(q, spans, scale):
+    """The definition: columns below count, from start on or among the sinks, each sink scored by its own query."""
+    out, first = [], 0
+    repeats = q.shape[1] // sum(k.shape[1] for k, *_ in spans)
+    for k, v, count, start, q_sink, sinks in spans:
+        b, g, s, d = k.shape
+        mine, columns = q[:, first : first + g * repeats].view(b, g, repeats, d), torch.arange(s, device=q.device)[None]
+        seen = columns < count.expand(b)[:, None]
+        if start.numel():
+            seen = seen & ((columns >= start.expand(b)[:, None]) | (columns < sinks))
+        logits = mine @ k.transpose(-1, -2)
+        if q_sink.numel():
+            logits = torch.where(columns < sinks, q_sink.view(b, g, repeats, d) @ k.transpose(-1, -2), logits)
+        weights = (logits * scale).masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
+        out.append((weights @ v).view(b, g * repeats, 1, d))
+        first += g * repeats
+    return torch.cat(out, dim=1)
+
+
+ONE = {  # rows, heads a group, [(groups, columns, sinks, from a start, re-based)]
+    "one span": (1, 1, [(2, 300, 0, False, False)]),
+    "growing and ring": (2, 3, [(1, 200, 0, False, False), (2, 20, 4, False, True)]),
+    "a piece of a prompt": (3, 4, [(2, 500, 4, True, False), (1, 16, 0, False, False)]),
+    "three spans": (2, 2, [(1, 90, 0, False, False), (1, 22, 4, True, False), (1, 200, 2, False, True)]),
+    "shorter than a block": (2, 2, [(1, 5, 0, False, False)]),
+    "one column": (1, 7, [(2, 1, 1, False, False)]),
+}
+
+
+@pytest.mark.parametrize("case", ONE)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_decode_kernel_is_the_definition(case, ragged):
+    rows, repeats, shapes = ONE[case]
+    generator = torch.Generator().manual_seed(3)
+    none = torch.zeros(0, device=DEVICE)
+    spans = []
+    for groups, columns, sinks, from_start, rebased in shapes:
+        k, v = (torch.randn(rows, groups, columns, 16, generator=generator).to(DEVICE) for _ in "kv")
+        count = torch.randint((columns + 1) // 2, columns + 1, (rows if ragged else 1,), generator=generator).to(DEVICE)
+        for row in range(rows):  # what is not filled is never read into a sum
+            k[row, :, int(count.expand(rows)[row]) :] = v[row, :, int(count.expand(rows)[row]) :] = 1e4
+        start = (count - 9).clamp_min(0) if from_start else none.long()
+        q_sink = torch.randn(rows, groups * repeats, 1, 16, generator=generator).to(DEVICE) if rebased else none
+        spans.append((k, v, count, start, q_sink, sinks))
+    q = torch.randn(rows, repeats * sum(s[0] for s in shapes), 1, 16, generator=generator).to(DEVICE)
+    lists = [list(x) for x in zip(*spans)]
+    out = one_token_attention(q, *lists, 0.3)
+    torch.testing.assert_close(out, one_by_hand(q, spans, 0.3), rtol=1e-4, atol=1e-5)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("operator", ["full", "window_rebased", "mixed"])
+def test_generation_on_the_kernels(ids, operator, monkeypatch):
+    base = make_base("qwen3")
+    model = hz.convert(base, make_plan(base, operator)).eval()
+    rows = torch.cat([ids[:1, :20], torch.cat([torch.zeros(1, 6, dtype=torch.long), ids[1:, :14]], dim=1)])
+    mask = torch.ones_like(rows)
+    mask[1, :6] = 0
+    answers = []
+    for chosen in ("reference", "triton"):
+        monkeypatch.setenv("HYBRIDIZE_KERNELS", chosen)
+        for how in ({}, {"cache_implementation": "static"}):
+            out = model.generate(rows, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0,
+                                 eos_token_id=None, **how)  # fmt: skip
+            answers.append(out)
+    assert all(torch.equal(answers[0], other) for other in answers[1:])
+
+
+def test_a_compiled_step_has_one_graph_with_the_kernels_in_it(ids, monkeypatch):
+    monkeypatch.setenv("HYBRIDIZE_KERNELS", "triton")
+    base = make_base("qwen3")
+    model = hz.convert(base, make_plan(base, "window")).eval()
+    cache, eager = model.new_cache(48), model.new_cache(48)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    step = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for c in (cache, eager):
+            model(ids[:, :20], past_key_values=c)
+        for i in range(20, 23):
+            mine = step(ids[:, i : i + 1], past_key_values=cache).logits
+            theirs = model(ids[:, i : i + 1], past_key_values=eager).logits
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)
+    assert counter.frame_count == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hybridize.cache import HybridCache
 from hybridize.errors import bad
-from hybridize.operators.contract import Chunk, Heads
+from hybridize.kernels.dispatch import kernels_for, prepare
+from hybridize.operators.contract import Chunk, Heads, State
 from hybridize.operators.registry import build_operator
 from hybridize.plan import AttentionPlan
 
@@ -74,6 +75,7 @@ class HybridAttention(nn.Module):
 
     def use_plan(self, plan: AttentionPlan) -> None:
         """Set the operators; weights keep their order until `permute`."""
+        prepare()
         self.wanted_order = plan.group_order(self.layer)
         self.span_sizes = [len(groups) for _, groups in plan.spans(self.layer)]
         self.operators = nn.ModuleList(build_operator(plan.operators[name]) for name, _ in plan.spans(self.layer))
@@ -134,6 +136,9 @@ class HybridAttention(nn.Module):
         v = self.v_proj(hidden).view(shape).transpose(1, 2)
         q, k = apply_rotary_pos_emb(q_raw, k_raw, *context.rotation)
         states = context.cache.states(self.layer) if context.cache is not None else [None] * len(self.operators)
+        if q.shape[2] == 1 and context.cache is not None and (kernels := self._decode_kernels(q)) is not None:
+            joined = self._one_token(kernels, q, k, v, q_raw, k_raw, hidden, context, states)
+            return self.o_proj(joined.transpose(1, 2).reshape(*hidden.shape[:-1], -1)), {}
         outputs, aux, first = [], {}, 0
         for operator, groups, state in zip(self.operators, self.span_sizes, states, strict=True):
             heads = slice(first * self.group_size, (first + groups) * self.group_size)
@@ -142,8 +147,56 @@ class HybridAttention(nn.Module):
             outputs.append(out)
             aux.update({f"{first}.{name}": value for name, value in extra.items()})
             first += groups
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return self.o_proj(joined.transpose(1, 2).reshape(*hidden.shape[:-1], -1)), aux
+        # [B, T, H, D] is what o_proj reads, and what kernels write
+        outputs = [out.transpose(1, 2) for out in outputs]
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return self.o_proj(joined.reshape(*hidden.shape[:-1], -1)), aux
+
+    def _decode_kernels(self, q: Tensor) -> Any:
+        if torch.is_grad_enabled() and q.requires_grad:
+            return None  # no backward
+        return kernels_for("decode", q, self.attention_dropout if self.training else 0.0)
+
+    def _one_token(
+        self,
+        kernels: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_raw: Tensor,
+        k_raw: Tensor,
+        hidden: Tensor,
+        context: LayerContext,
+        states: Sequence[State | None],
+    ) -> Tensor:
+        """[B, H, 1, D]: one token a row, all spans that can in one launch, the others one by one."""
+        seen, ran, first = [], [], 0
+        for operator, groups, state in zip(self.operators, self.span_sizes, states, strict=True):
+            heads = slice(first * self.group_size, (first + groups) * self.group_size)
+            given = self._heads(q, k, v, q_raw, k_raw, hidden, heads, slice(first, first + groups), context)
+            assert state is not None
+            view = operator.one_token(given, state)
+            ran.append(operator(given, state)[0] if view is None else None)
+            if view is not None:
+                seen.append((view, q[:, heads]))
+            first += groups
+        if not seen:
+            return torch.cat(ran, dim=1)
+        none, views = q.new_empty(0), [view for view, _ in seen]
+        out = kernels.one_token_attention(
+            q if len(seen) == len(ran) else torch.cat([part for _, part in seen], dim=1),
+            [view.k for view in views],
+            [view.v for view in views],
+            [view.count for view in views],
+            [none.long() if view.start is None else view.start for view in views],
+            [none if view.q_sink is None else view.q_sink for view in views],
+            [view.sinks for view in views],
+            self.scaling,
+        )
+        if len(seen) == len(ran):
+            return out
+        parts = iter(out.split([part.shape[1] for _, part in seen], dim=1))
+        return torch.cat([next(parts) if own is None else own for own in ran], dim=1)
 
     def _heads(
         self,

@@ -6,11 +6,11 @@ tests run them on a CPU, in Triton's interpreter).
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.utils import logging
 
@@ -33,13 +33,24 @@ def mode() -> str:
     return chosen
 
 
-@functools.cache
+LOADED: dict[str, Any] = {}
+
+
 def load(name: str) -> Any:
     """A module of kernels, or None where Triton, or hybridize beside remote code, is not installed."""
-    try:
-        return importlib.import_module(f"hybridize.kernels.{name}")
-    except ImportError:
-        return None
+    if name not in LOADED:
+        try:
+            LOADED[name] = importlib.import_module(f"hybridize.kernels.{name}")
+        except ImportError:
+            LOADED[name] = None
+    return LOADED[name]
+
+
+def prepare() -> None:
+    """Load the kernels where they may be asked for: a graph that is being traced cannot import them."""
+    if mode() == "triton" or (mode() == "auto" and torch.cuda.is_available()):
+        for name in ("window", "decode"):
+            load(name)
 
 
 def kernels_for(name: str, q: Tensor, dropout: float = 0.0) -> Any:

@@ -90,11 +90,34 @@ class Heads:
     q_sink: Callable[[int], Tensor]
 
 
+@dataclass
+class OneToken:
+    """What one new token a row sees of a span: columns start <= c < count, and c < sinks, of k and v [B, G, S, D].
+
+    count, start: [B] or [1] int64; start None: every filled column. q_sink [B, H, 1, D]: queries for the sinks where those
+    are re-based.
+    """
+
+    k: Tensor
+    v: Tensor
+    count: Tensor
+    start: Tensor | None = None
+    sinks: int = 0
+    q_sink: Tensor | None = None
+
+
 class Operator(nn.Module):
     """forward(heads, state) -> (out [B, H, T, D], aux): aux is a dict of tensors that the layer returns, never keeps."""
 
     def forward(self, heads: Heads, state: State | None) -> tuple[Tensor, dict[str, Tensor]]:
         raise NotImplementedError
+
+    def one_token(self, heads: Heads, state: State) -> OneToken | None:
+        """Take in one token a row, and say what it sees, for a kernel that serves all spans of a layer at once.
+
+        None, with nothing taken in: this operator must be run by itself.
+        """
+        return None
 
     def new_state(self, max_tokens: int | None) -> State:
         """An empty state; `max_tokens` None for a growing one, else a static, compilable one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridize.operators.contract import Chunk, Heads, Operator, State, write_at
+from hybridize.operators.contract import Chunk, Heads, OneToken, Operator, State, write_at
 from hybridize.operators.dense import causal_attention, masked_attention
 from hybridize.operators.specs import Full
 
@@ -27,6 +27,11 @@ class FullAttention(Operator):
         if state is None or (chunk.offset == 0 and chunk.tokens > 1):
             return causal_attention(heads.q, heads.k, heads.v, heads.scale, heads.dropout), {}
         return attend_history(heads, state), {}
+
+    def one_token(self, heads: Heads, state: State) -> OneToken | None:
+        state.append(heads.k, heads.v, heads.chunk)
+        assert state.k is not None and state.v is not None
+        return OneToken(state.k, state.v, heads.chunk.starts + 1)
 
 
 def attend_history(heads: Heads, state: State) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridize.operators.contract import Chunk, Heads, Operator, State, write_at
+from hybridize.operators.contract import Chunk, Heads, OneToken, Operator, State, write_at
 from hybridize.operators.dense import causal_attention, masked_attention
 from hybridize.operators.full import static_zeros
 from hybridize.operators.specs import SnapKV
@@ -67,6 +67,14 @@ class SnapKVAttention(Operator):
             if kept is not None:
                 state.compress(kept, ending, chunk)
         return out, {}
+
+    def one_token(self, heads: Heads, state: State) -> OneToken | None:
+        assert isinstance(state, SnapState)
+        if not state.done:
+            return None
+        state.append(heads.k, heads.v, heads.chunk)
+        k, v = state.kv()
+        return OneToken(k, v, state.slot(heads.chunk.positions, heads.chunk)[:, 0] + 1)
 
     def _votes(self, heads: Heads, k: Tensor, state: SnapState | None) -> Tensor:
         """Summed attention of the prompt's last queries so far to each key, fp32 [B, G, S]."""
