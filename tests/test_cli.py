@@ -175,7 +175,9 @@ def test_dry_run_writes_nothing(capsys, base, tmp_path):
 def test_version_and_help(capsys):
     assert run(capsys, "--version")[1].strip() == hz.__version__
     code, out, _ = run(capsys, "--help")
-    assert code == 0 and all(verb in out for verb in ("demo", "score", "plan", "convert", "eval", "export"))
+    assert code == 0 and all(
+        verb in out for verb in ("demo", "score", "plan", "convert", "eval", "compare", "bench", "export")
+    )
 
 
 # -- bad input: a clear error, exit code 2, nothing half-written --------------------------------------------------

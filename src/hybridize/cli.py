@@ -235,6 +235,29 @@ def compare(
 
 
 @app.command()
+def bench(
+    out: Out,
+    shape: Annotated[str, typer.Option(help="tiny, smollm2-135m, qwen3-1.7b, qwen3-8b or llama-3.1-8b.")] = "tiny",
+    parts: Annotated[str, typer.Option(help="attention, prefill, decode; comma-separated.")] = "attention,prefill,decode",
+    contexts: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "1024",
+    batches: Annotated[str, typer.Option(help="Rows of a decoding step, comma-separated.")] = "1",
+    budget: Budget = 0.25,
+    window: WindowSize = 512,
+    sinks: Sinks = 4,
+    backward: Annotated[bool, typer.Option("--backward", help="Attention's backward too.")] = False,
+    seconds: Annotated[float, typer.Option(help="Of measuring, for each job.")] = 1.0,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Speed and memory of base and hybrid in one run, on random weights, beside what the machine could do."""
+    from hybridize import verbs
+
+    verbs.bench(_console(as_json), **locals())
+
+
+@app.command()
 def export(
     model: Model,
     out: Out,

@@ -1,0 +1,174 @@
+"""Every kernel against the fp32 torch reference on this machine's GPU, in under 3 minutes; exit code 1 where one is wrong.
+
+    python scripts/gpu_check.py --out results/gpu_check.json
+
+Random shapes, odd lengths, GQA, padding, history, re-based sinks, poisoned outputs, offsets past 2^31 elements; three dtypes.
+An error is the norm of the difference over the norm of the reference. On a CPU the same runs in Triton's interpreter, fp32
+and few cases only (set TRITON_INTERPRET=1).
+"""
+
+import argparse
+import random
+import time
+
+import torch
+
+from hybridize.kernels.decode import one_token_attention
+from hybridize.kernels.window import window_attention
+from hybridize.operators.banded import banded_attention
+from hybridize.operators.dense import explicit_attention
+from hybridize.results import results, write_results
+
+LIMIT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+REAL_EMPTY = torch.empty
+
+
+def poisoned(*args, **kwargs):
+    x = REAL_EMPTY(*args, **kwargs)
+    return x.fill_(float("nan")) if x.is_floating_point() else x
+
+
+def error(mine, reference):
+    if mine.isnan().any():
+        return float("inf")
+    return float((mine.float() - reference).norm() / reference.norm().clamp_min(1e-9))
+
+
+def window_case(rng, dtype):
+    """(description, errors of the output and of each gradient)."""
+    d = rng.choice([64, 96, 128, 256] if GPU else [16, 32])
+    b, g, r = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, 2, 3, 4, 5, 7, 8])
+    t = rng.randint(1, 1500 if GPU else 90)
+    size, sinks = rng.randint(1, 700 if GPU else 50), rng.choice([0, 1, 4, 20])
+    start = rng.choice([0, rng.randint(1, 900 if GPU else 60)])
+    rebased, ragged = rng.random() < 0.3, start == 0 and rng.random() < 0.4
+    torch.manual_seed(rng.randrange(10**6))
+    past = 0 if start == 0 else size - 1
+    q, k, v = (torch.randn(b, heads, n, d, device=DEVICE) for heads, n in ((g * r, t), (g, past + t), (g, past + t)))
+    sink_k, sink_v = (torch.randn(b, g, min(sinks, start + t), d, device=DEVICE) for _ in "kv")
+    sinks = sink_k.shape[2]
+    for column in range(sinks):  # a sink that is still in the chunk or its history is the same key
+        at = column - start + past
+        if 0 <= at < past + t:
+            sink_k[:, :, column], sink_v[:, :, column] = k[:, :, at], v[:, :, at]
+    positions = start + torch.arange(t, device=DEVICE)[None]
+    q_sink = None
+    if rebased:
+        q_sink = torch.where((positions < size + sinks)[:, None, :, None], q, torch.randn_like(q))
+    counts = torch.randint(0, t + 1, (b,), device=DEVICE) if ragged else None
+    real = torch.ones(b, t, device=DEVICE) if counts is None else (positions < counts[:, None]).float()
+    given = [x.to(dtype) for x in (q, k, v, sink_k, sink_v)] + ([] if q_sink is None else [q_sink.to(dtype)])
+    weight = torch.randn(b, g * r, t, d, device=DEVICE).to(dtype).float() * real[:, None, :, None]
+    found = []
+    for function, leaves in ((window_attention, given), (banded_attention, [x.float() for x in given])):
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        how = {"size": size, "scale": d**-0.5, "q_sink": leaves[5] if rebased else None}
+        if function is window_attention:
+            torch.empty, how["counts"] = poisoned, counts
+        out = function(*leaves[:5], positions, **how)
+        grads = torch.autograd.grad(out, leaves, weight.to(out.dtype), allow_unused=True)
+        torch.empty = REAL_EMPTY
+        grads = [torch.zeros_like(x) if y is None else y.float() for x, y in zip(leaves, grads)]
+        for column in range(sinks):
+            at = column - start + past
+            if 0 <= at < past + t:  # one key, one gradient
+                for full, own in ((1, 3), (2, 4)):
+                    grads[full][:, :, at] += grads[own][:, :, column]
+                    grads[own][:, :, column] = 0
+        if rebased:
+            near = (positions < size + sinks)[:, None, :, None]
+            grads[0] = torch.where(near, grads[0] + grads[5], grads[0])
+            grads[5] = torch.where(near, 0.0, grads[5])
+        found.append([out.detach() * real[:, None, :, None], *grads])
+    names = ["out", "dq", "dk", "dv", "dsink_k", "dsink_v", "dq_sink"]
+    errors = {n: error(a, b.float()) for n, a, b in zip(names, *found) if b.numel() and b.abs().max() > 0}
+    shape = dict(b=b, g=g, r=r, t=t, d=d, size=size, sinks=sinks, start=start, rebased=rebased, ragged=ragged)
+    return shape, errors
+
+
+def decode_case(rng, dtype):
+    d, r = rng.choice([64, 96, 128, 256] if GPU else [16]), rng.choice([1, 2, 3, 4, 7, 8])
+    b = rng.choice([1, 2, 5])
+    torch.manual_seed(rng.randrange(10**6))
+    none, spans = torch.zeros(0, device=DEVICE), []
+    for _ in range(rng.choice([1, 2, 3])):
+        g, s, sinks = rng.choice([1, 2, 4]), rng.randint(1, 9000 if GPU else 300), rng.choice([0, 4])
+        k, v = (torch.randn(b, g, s, d, device=DEVICE).to(dtype) for _ in "kv")
+        count = torch.randint(1, s + 1, (rng.choice([1, b]),), device=DEVICE)
+        start = (count - rng.randint(1, 200)).clamp_min(0) if rng.random() < 0.3 else none.long()
+        q_sink = torch.randn(b, g * r, 1, d, device=DEVICE).to(dtype) if rng.random() < 0.3 else none
+        spans.append((k, v, count, start, q_sink, min(sinks, s)))
+    q = torch.randn(b, r * sum(x[0].shape[1] for x in spans), 1, d, device=DEVICE).to(dtype)
+    torch.empty = poisoned
+    mine = one_token_attention(q, *[list(x) for x in zip(*spans)], d**-0.5)
+    torch.empty = REAL_EMPTY
+    expected, first = [], 0
+    for k, v, count, start, q_sink, sinks in spans:
+        g, columns = k.shape[1], torch.arange(k.shape[2], device=DEVICE)[None]
+        seen = columns < count.expand(b)[:, None]
+        if start.numel():
+            seen = seen & ((columns >= start.expand(b)[:, None]) | (columns < sinks))
+        part = q[:, first : first + g * r].float().view(b, g, r, d)
+        logits = part @ k.float().transpose(-1, -2)
+        if q_sink.numel():
+            other = q_sink.float().view(b, g, r, d) @ k.float().transpose(-1, -2)
+            logits = torch.where(columns < sinks, other, logits)
+        weights = (logits * d**-0.5).masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
+        expected.append((weights @ v.float()).view(b, g * r, 1, d))
+        first += g * r
+    return dict(b=b, r=r, d=d, spans=len(spans)), {"out": error(mine, torch.cat(expected, dim=1))}
+
+
+def far_offsets():
+    """Tensors of more than 2^31 elements: the last tokens of the last head must be theirs."""
+    t, h, d, size = (1 << 17) + 5, 130, 128, 64
+    assert t * h * d > 1 << 31
+    q, k, v = (torch.randn(1, t, h, d, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv")
+    positions = torch.arange(t, device=DEVICE)[None]
+    out = window_attention(q, k, v, k[:, :, :4], v[:, :, :4], positions, size=size, scale=d**-0.5)
+    tail = slice(t - 200, t)
+    n, j = positions[0, tail][:, None], torch.cat([torch.arange(4, device=DEVICE), torch.arange(t - 300, t, device=DEVICE)])
+    seen = (j <= n) & ((n - j < size) | (j < 4))
+    few = (x[:, -1:].index_select(2, j).float() for x in (k, v))
+    expected = explicit_attention(q[:, -1:, tail].float(), *few, seen[None, None], d**-0.5)
+    return dict(t=t, h=h, d=d), {"out": error(out[:, -1:, tail], expected)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=60 if GPU else 6)
+    parser.add_argument("--seconds", type=float, default=150, help="start no new case after this long")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    started, rows, rng = time.time(), [], random.Random(0)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32) if GPU else (torch.float32,)
+    cases = [(kind, dtype) for _ in range(args.cases) for kind in (window_case, decode_case) for dtype in dtypes]
+    for kind, dtype in cases:
+        if time.time() - started > args.seconds:
+            break
+        shape, errors = kind(rng, dtype)
+        row = dict(kernel=kind.__name__, dtype=str(dtype)[6:], **shape, errors=errors)
+        rows.append(row | {"right": all(e <= LIMIT[dtype] for e in errors.values())})
+        if not rows[-1]["right"]:
+            print("WRONG", rows[-1], flush=True)
+    if GPU:
+        shape, errors = far_offsets()
+        rows.append(dict(kernel="far_offsets", dtype="bfloat16", **shape, errors=errors, right=errors["out"] <= 1e-2))
+    worst = {}
+    for row in rows:
+        key = (row["kernel"], row["dtype"])
+        worst[key] = max([worst.get(key, 0.0), *row["errors"].values()])
+    for (kernel, dtype), value in worst.items():
+        count = sum((row["kernel"], row["dtype"]) == (kernel, dtype) for row in rows)
+        print(f"{kernel:12} {dtype:9} {count:4} cases, worst {value:.2e}")
+    print(f"{sum(r['right'] for r in rows)} of {len(rows)} right, {time.time() - started:.0f} s")
+    if args.out:
+        write_results(args.out, results("gpu_check", rows))
+    return 0 if all(r["right"] for r in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

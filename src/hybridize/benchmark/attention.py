@@ -1,0 +1,164 @@
+"""One layer's attention alone: our window against FlexAttention's, full attention by every backend, and both side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hybridize.benchmark.shapes import Shape
+from hybridize.benchmark.timing import Ceilings, Job, Timing, interleaved
+from hybridize.kernels.dispatch import kernels_for
+from hybridize.operators.banded import banded_attention
+from hybridize.operators.specs import Full, Window
+
+L2 = 64 << 20  # inputs of one round are not in the cache when their turn comes again
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+
+
+def attention_rows(
+    name: str,
+    shape: Shape,
+    context: int,
+    window: Window,
+    device: torch.device,
+    dtype: torch.dtype,
+    ceilings: Ceilings,
+    *,
+    backward: bool = False,
+    seconds: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Speed rows (design.md's format) of kernel_forward, and of kernel_backward (its forward included) where asked."""
+    sets = _inputs(shape, context, device, dtype)
+    rows = []
+    for what in ("kernel_forward", "kernel_backward") if backward else ("kernel_forward",):
+        jobs = {
+            variant: _job(run, sets, what == "kernel_backward")
+            for variant, run in _variants(shape, context, window, device).items()
+        }
+        times = interleaved(jobs, device, seconds)
+        full = "full cudnn" if "full cudnn" in times else "full sdpa"
+        for variant, timing in times.items():
+            flops, moved = _work(shape, context, window, variant, dtype, what == "kernel_backward")
+            head = {"shape": name, "what": what, "variant": variant, "context": context, "batch": 1}
+            for baseline in dict.fromkeys((full, "window flex")):
+                if baseline in times and baseline != variant:
+                    rows.append(head | speed(timing, times[baseline], baseline, ceilings.floor(moved, flops)))
+            if variant == full:
+                rows.append(head | speed(timing, timing, variant, ceilings.floor(moved, flops)))
+    return rows
+
+
+def speed(timing: Timing, baseline: Timing, name: str, floor: float) -> dict[str, Any]:
+    """Value, ratio and distance to the limit of one timing."""
+    return {
+        "baseline": name,
+        "value": timing.median * 1000,
+        "unit": "ms",
+        "baseline_value": baseline.median * 1000,
+        "ratio": baseline.median / timing.median,
+        "spread": timing.spread,
+        "rounds": timing.rounds,
+        "of_limit": floor / timing.median,
+    }
+
+
+def _inputs(shape: Shape, context: int, device: torch.device, dtype: torch.dtype) -> list[list[Tensor]]:
+    bytes_each = context * (shape.heads + 2 * shape.kv_heads) * shape.head_dim * dtype.itemsize
+    generator = torch.Generator(device).manual_seed(0)
+    sets = []
+    for _ in range(max(2, min(8, -(-L2 // bytes_each)))):
+        made = []
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads):
+            x = torch.randn(1, context, heads, shape.head_dim, generator=generator, device=device, dtype=dtype)
+            made.append(x.transpose(1, 2).requires_grad_())
+        sets.append(made)
+    return sets
+
+
+def _job(run: Callable[..., Tensor], sets: list[list[Tensor]], backward: bool) -> Job:
+    def forward(number: int) -> None:
+        with torch.no_grad():
+            run(*sets[number % len(sets)])
+
+    def both(number: int) -> None:
+        leaves = sets[number % len(sets)]
+        out = run(*leaves)
+        torch.autograd.grad(out, leaves, out.detach())
+
+    return both if backward else forward
+
+
+def _variants(shape: Shape, context: int, window: Window, device: torch.device) -> dict[str, Callable[..., Tensor]]:
+    scale = shape.head_dim**-0.5
+    positions = torch.arange(context, device=device)[None]
+
+    def full(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
+        with _only(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sink_k, sink_v = k[:, :, : window.sinks], v[:, :, : window.sinks]
+        return banded_attention(q, k, v, sink_k, sink_v, positions, size=window.size, scale=scale)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, kernels: Any, size: Any = window.size) -> Tensor:
+        sinks = (x[:, :, : window.sinks] for x in (k, v))
+        return kernels.window_attention(q, k, v, *sinks, positions, size=size, scale=scale)
+
+    def two_launches(q: Tensor, k: Tensor, v: Tensor, kernels: Any, backend: str | None) -> Tensor:
+        first = shape.heads // shape.kv_heads
+        far = full(q[:, :first], k[:, :1], v[:, :1], backend)
+        near = ours(q[:, first:], k[:, 1:], v[:, 1:], kernels)
+        return torch.cat([far.transpose(1, 2), near.transpose(1, 2)], dim=2).transpose(1, 2)
+
+    found: dict[str, Callable[..., Tensor]] = {}
+    on_gpu = device.type == "cuda"
+    for backend in BACKENDS if on_gpu else ():
+        found[f"full {backend}"] = functools.partial(full, backend=backend)
+    if not on_gpu:
+        found["full sdpa"] = full
+    probe = torch.empty(1, shape.heads, 1, shape.head_dim, device=device)
+    kernels = kernels_for("window", probe)
+    if kernels is None:
+        found["window reference"] = reference
+    else:
+        found["window triton"] = functools.partial(ours, kernels=kernels)
+        sizes = (context + 1, *(window.size,) * (shape.kv_heads - 1))
+        found["1 group full, one launch"] = functools.partial(ours, kernels=kernels, size=sizes)
+        best = "cudnn" if on_gpu else None
+        found["1 group full, two launches"] = functools.partial(two_launches, kernels=kernels, backend=best)
+    if on_gpu:
+        found["window flex"] = _flex(context, window, device, scale)
+    return found
+
+
+@contextlib.contextmanager
+def _only(backend: str | None) -> Iterator[None]:
+    with contextlib.nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend]):
+        yield
+
+
+def _flex(context: int, window: Window, device: torch.device, scale: float) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & ((q - k < window.size) | (k < window.sinks))
+
+    mask = create_block_mask(seen, None, None, context, context, device=device, _compile=True)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+
+
+def _work(shape: Shape, context: int, window: Window, variant: str, dtype: torch.dtype, backward: bool) -> tuple[float, float]:
+    """(FLOPs on visible pairs, bytes in and out): backward has 2.5 times the forward's matmuls, and its forward."""
+    groups_full = shape.kv_heads if variant.startswith("full") else 1 if variant.startswith("1 group") else 0
+    pairs = groups_full * Full().visible_pairs(context) + (shape.kv_heads - groups_full) * window.visible_pairs(context)
+    flops = 4.0 * shape.head_dim * (shape.heads // shape.kv_heads) * pairs
+    moved = 2.0 * context * (shape.heads + shape.kv_heads) * shape.head_dim * dtype.itemsize
+    return (3.5 * flops, 3 * moved) if backward else (flops, moved)

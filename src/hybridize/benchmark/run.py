@@ -1,0 +1,109 @@
+"""`hybridize bench`: what is measured for a shape, as resumable pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from hybridize.benchmark.attention import attention_rows
+from hybridize.benchmark.shapes import Shape, random_model, shape_named
+from hybridize.benchmark.timing import Ceilings, measured_ceilings
+from hybridize.benchmark.whole import decode_rows, prefill_rows
+from hybridize.errors import bad
+from hybridize.geometry import geometry_of
+from hybridize.kernels.dispatch import kernels_for
+from hybridize.methods.nll import periodic_layers
+from hybridize.operators.specs import Window
+from hybridize.plan import AttentionPlan, units_for_budget
+
+PARTS = ("attention", "prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The question: a named shape, parts of PARTS, tokens of context, rows of decoding batches."""
+
+    shape: str = "tiny"
+    parts: tuple[str, ...] = PARTS
+    contexts: tuple[int, ...] = (1024,)
+    batches: tuple[int, ...] = (1,)
+    budget: float = 0.25
+    window: int = 512
+    sinks: int = 4
+    backward: bool = False
+    seconds: float = 1.0
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        shape_named(self.shape)
+        _ = Window(self.window, self.sinks)
+        if unknown := [part for part in self.parts if part not in PARTS]:
+            raise bad("parts", unknown[0], f"some of {PARTS}")
+        if not self.contexts or not self.batches or min(*self.contexts, *self.batches) < 1:
+            raise bad("contexts, batches", (self.contexts, self.batches), "numbers of at least 1")
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise bad("dtype", self.dtype, "'bfloat16', 'float16' or 'float32'")
+
+
+def bench(
+    ask: Bench, device: torch.device, step: Callable[[str, Callable[[], Any]], Any], report: Callable[[str, int, int], None]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(speed rows, facts): every piece through `step` (RunFolder.step), so that a killed run goes on where it was."""
+    shape, dtype = shape_named(ask.shape), getattr(torch, ask.dtype)
+    window = Window(ask.window, ask.sinks)
+
+    def measure_ceilings() -> dict[str, float]:
+        return vars(measured_ceilings(device, dtype))
+
+    ceilings = Ceilings(**step("ceilings", measure_ceilings))
+    pieces: list[tuple[str, Callable[[], Any]]] = []
+    if "attention" in ask.parts:
+        for n in ask.contexts:
+            how: dict[str, Any] = {"backward": ask.backward, "seconds": ask.seconds}
+            given = (ask.shape, shape, n, window, device, dtype, ceilings)
+            pieces.append((f"attention-{n}", partial(attention_rows, *given, **how)))
+    pieces += _model_pieces(ask, shape, window, device, dtype, ceilings)
+    rows: list[dict[str, Any]] = []
+    for i, (name, run) in enumerate(pieces):
+        rows += step(name, run)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        report("bench", i + 1, len(pieces))
+    kernels = kernels_for("window", torch.empty(1, shape.heads, 1, shape.head_dim, device=device)) is not None
+    which = "Triton kernels" if kernels else "the torch reference: not what a GPU would run"
+    facts = {"copy, bytes/s": ceilings.copy, "matmul, FLOP/s": ceilings.matmul, "window attention": which}
+    return rows, facts
+
+
+def _model_pieces(
+    ask: Bench, shape: Shape, window: Window, device: torch.device, dtype: torch.dtype, ceilings: Ceilings
+) -> Sequence[tuple[str, Callable[[], Any]]]:
+    made: dict[str, Any] = {}
+
+    def model() -> Any:
+        if "model" not in made:
+            made["model"] = random_model(shape, max(ask.contexts) + 8, device, dtype)
+        return made["model"]
+
+    def plans() -> dict[str, AttentionPlan]:
+        geometry = geometry_of(model().config)
+        keep = periodic_layers(geometry.layers, units_for_budget(geometry.layers, ask.budget))[0]
+        hybrid = AttentionPlan.from_layers(geometry, keep, window, {"method": "bench"})
+        return {"base": AttentionPlan.base(geometry), f"{len(keep)} of {geometry.layers} layers full": hybrid}
+
+    def prefill(context: int) -> Any:
+        return prefill_rows(ask.shape, shape, model(), plans(), context, ceilings, ask.seconds)
+
+    def decode(context: int, batch: int) -> Any:
+        return decode_rows(ask.shape, shape, model(), plans(), context, batch, ceilings, ask.seconds)
+
+    pieces: list[tuple[str, Callable[[], Any]]] = []
+    if "prefill" in ask.parts:
+        pieces += [(f"prefill-{n}", partial(prefill, n)) for n in ask.contexts]
+    if "decode" in ask.parts:
+        pieces += [(f"decode-{n}-{b}", partial(decode, n, b)) for n in ask.contexts for b in ask.batches]
+    return pieces

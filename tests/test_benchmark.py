@@ -1,0 +1,105 @@
+"""Timing in turns, ceilings, and `hybridize bench` on a CPU."""
+
+import json
+
+import pytest
+import torch
+
+import hybridize as hz
+from hybridize.benchmark import timing
+from hybridize.benchmark.run import Bench
+from hybridize.benchmark.shapes import SHAPES, random_model
+from hybridize.benchmark.timing import Ceilings, interleaved, measured_ceilings
+from hybridize.benchmark.whole import filled_cache
+from test_cli import run
+
+CPU = torch.device("cpu")
+
+
+def test_jobs_take_turns(monkeypatch):
+    order, clock = [], [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def job(name, seconds):
+        def run_once(number):
+            order.append((name, number))
+            clock[0] += seconds * (1 + number % 2)
+
+        return run_once
+
+    prepared = []
+    jobs = {"a": job("a", 1.0), "b": job("b", 3.0)}
+    times = interleaved(jobs, CPU, seconds=0.0, least=4, prepare=prepared.append)
+    assert order[:4] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]  # warm-up, not counted
+    assert order[4:] == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2), ("b", 3), ("a", 3)]
+    assert prepared == [name for name, _ in order]
+    assert (times["a"].median, times["b"].median, times["a"].rounds) == (1.5, 4.5, 4)
+    assert times["a"].low == 1.0 and times["a"].high == 2.0 and times["a"].spread == pytest.approx(2 / 3)
+
+
+def test_ceilings():
+    found = measured_ceilings(CPU, torch.float32)
+    assert found.copy > 1e8 and found.matmul > 1e8
+    assert Ceilings(10.0, 100.0).floor(50.0, 100.0) == 5.0 and Ceilings(10.0, 100.0).floor(1.0, 100.0) == 1.0
+
+
+def test_known_shapes_have_their_sizes():
+    count = {name: shape.step_parameters for name, shape in SHAPES.items()}
+    assert count["llama-3.1-8b"] == pytest.approx(7.5e9, rel=0.01)  # 8.03 B less the input embedding
+    assert count["qwen3-1.7b"] == pytest.approx(1.72e9, rel=0.01)
+    shape = SHAPES["tiny"]
+    model = random_model(shape, 64, CPU, torch.float32)
+    norms = (2 * shape.layers + 1) * shape.hidden
+    assert sum(p.numel() for p in model.parameters()) == shape.step_parameters + shape.hidden * shape.vocabulary + norms
+    again = random_model(shape, 64, CPU, torch.float32)
+    ids = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, again(ids).logits)
+
+
+def test_a_filled_cache_is_as_long_as_it_says():
+    model = random_model(SHAPES["tiny"], 200, CPU, torch.float32)
+    plan = hz.AttentionPlan.from_layers(model.plan.geometry, [0], hz.Window(16, 2))
+    model.set_plan(plan)
+    cache = filled_cache(model, 100, 3)
+    assert cache.lengths.tolist() == [100] * 3 and int(cache.get_seq_length()) == 100
+    assert cache.bytes() == plan.cache_bytes(108, 3, "float32", prompt=109)
+
+
+@pytest.mark.timeout(120)
+def test_bench(capsys, tmp_path):
+    words = ["bench", "--out", tmp_path / "out", "--contexts", "96", "--batches", "1,2", "--window", 16, "--seconds", 0.01]
+    code, out, err = run(capsys, *words, "--dtype", "float32", "--backward", "--json")
+    assert code == 0, err
+    made = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert made["name"] == "speed_tiny" and "torch reference" in made["facts"]["window attention"]
+    rows = made["rows"]
+    assert {r["what"] for r in rows} == {"kernel_forward", "kernel_backward", "prefill", "decode"}
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["baseline_value"] / row["value"])
+        assert row["value"] > 0 and row["rounds"] >= 3 and row["of_limit"] > 0
+    decode = [r for r in rows if r["what"] == "decode"]
+    assert {(r["variant"], r["batch"]) for r in decode} == {(v, b) for v in ("base", "1 of 4 layers full") for b in (1, 2)}
+    base, hybrid = (next(r for r in decode if r["variant"] == v) for v in ("base", "1 of 4 layers full"))
+    assert hybrid["cache_bytes"] < base["cache_bytes"]
+    assert json.loads(out)["rows"] == rows
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--shape", "gpt"], "shape"),
+        (["--parts", "attention,training"], "parts"),
+        (["--contexts", "0"], "contexts"),
+        (["--dtype", "int8"], "dtype"),
+        (["--window", 0], "window.size"),
+    ],
+)
+def test_bad_benches(capsys, tmp_path, words, expected):
+    code, _, err = run(capsys, "bench", "--out", tmp_path / "out", *words)
+    assert code == 2 and expected in err and not list(tmp_path.iterdir())
+
+
+def test_settings_are_checked():
+    with pytest.raises(hz.HybridizeError, match="batches"):
+        Bench(batches=(0,))
