@@ -8,7 +8,7 @@ import torch
 import hybridize as hz
 from hybridize.benchmark import timing
 from hybridize.benchmark.run import Bench
-from hybridize.benchmark.shapes import SHAPES, random_model
+from hybridize.benchmark.shapes import SHAPES, random_models
 from hybridize.benchmark.timing import Ceilings, interleaved, measured_ceilings
 from hybridize.benchmark.whole import filled_cache
 from test_cli import run
@@ -48,17 +48,20 @@ def test_known_shapes_have_their_sizes():
     assert count["llama-3.1-8b"] == pytest.approx(7.5e9, rel=0.01)  # 8.03 B less the input embedding
     assert count["qwen3-1.7b"] == pytest.approx(1.72e9, rel=0.01)
     shape = SHAPES["tiny"]
-    model = random_model(shape, 64, CPU, torch.float32)
+    stock, model = random_models(shape, 64, CPU, torch.float32)
     norms = (2 * shape.layers + 1) * shape.hidden
     assert sum(p.numel() for p in model.parameters()) == shape.step_parameters + shape.hidden * shape.vocabulary + norms
-    again = random_model(shape, 64, CPU, torch.float32)
+    again = random_models(shape, 64, CPU, torch.float32)[1]
     ids = torch.arange(2, 12)[None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, again(ids).logits)
+        assert torch.equal(model(ids).logits, stock(ids).logits)  # one set of weights
+        model.set_plan(hz.AttentionPlan.from_layers(model.plan.geometry, [0], hz.Window(4, 1)))
+        assert torch.equal(again(ids).logits, stock(ids).logits)
 
 
 def test_a_filled_cache_is_as_long_as_it_says():
-    model = random_model(SHAPES["tiny"], 200, CPU, torch.float32)
+    model = random_models(SHAPES["tiny"], 200, CPU, torch.float32)[1]
     plan = hz.AttentionPlan.from_layers(model.plan.geometry, [0], hz.Window(16, 2))
     model.set_plan(plan)
     cache = filled_cache(model, 100, 3)
@@ -74,12 +77,14 @@ def test_bench(capsys, tmp_path):
     made = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert made["name"] == "speed_tiny" and "torch reference" in made["facts"]["window attention"]
     rows = made["rows"]
-    assert {r["what"] for r in rows} == {"kernel_forward", "kernel_backward", "prefill", "decode"}
+    assert {r["what"] for r in rows} == {"kernel_forward", "kernel_backward", "prefill", "decode", "train"}
     for row in rows:
         assert row["ratio"] == pytest.approx(row["baseline_value"] / row["value"])
         assert row["value"] > 0 and row["rounds"] >= 3 and row["of_limit"] > 0
     decode = [r for r in rows if r["what"] == "decode"]
-    assert {(r["variant"], r["batch"]) for r in decode} == {(v, b) for v in ("base", "1 of 4 layers full") for b in (1, 2)}
+    assert {(r["variant"], r["batch"]) for r in decode} == {
+        (v, b) for v in ("base", "1 of 4 layers full", "stock transformers") for b in (1, 2)
+    }
     base, hybrid = (next(r for r in decode if r["variant"] == v) for v in ("base", "1 of 4 layers full"))
     assert hybrid["cache_bytes"] < base["cache_bytes"]
     assert json.loads(out)["rows"] == rows
@@ -90,6 +95,7 @@ def test_bench(capsys, tmp_path):
     [
         (["--shape", "gpt"], "shape"),
         (["--parts", "attention,training"], "parts"),
+        (["--parts", "batch", "--device", "cpu"], "parts"),
         (["--contexts", "0"], "contexts"),
         (["--dtype", "int8"], "dtype"),
         (["--window", 0], "window.size"),

@@ -238,7 +238,9 @@ def compare(
 def bench(
     out: Out,
     shape: Annotated[str, typer.Option(help="tiny, smollm2-135m, qwen3-1.7b, qwen3-8b or llama-3.1-8b.")] = "tiny",
-    parts: Annotated[str, typer.Option(help="attention, prefill, decode; comma-separated.")] = "attention,prefill,decode",
+    parts: Annotated[
+        str, typer.Option(help="attention, prefill, decode, train, batch; comma-separated.")
+    ] = "attention,prefill,decode,train",
     contexts: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "1024",
     batches: Annotated[str, typer.Option(help="Rows of a decoding step, comma-separated.")] = "1",
     budget: Budget = 0.25,

@@ -106,16 +106,13 @@ class Terminal:
     def speed_table(self, rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
         """Times against the baselines of the same run, and how far from what the machine could do."""
         table = Table(title=", ".join(f"{k} {short(v) if isinstance(v, float) else v}" for k, v in facts.items()))
-        for name in ("what", "variant", "context", "batch", "ms", "spread", "against", "ratio", "of limit"):
+        for name in ("what", "variant", "context", "batch", "value", "spread", "against", "ratio", "of limit"):
             table.add_column(name, justify="left" if name in ("what", "variant", "against") else "right")
         for row in rows:
-            cells = [row["what"], row["variant"], f"{row['context']:,}", str(row["batch"]), f"{row['value']:.3g}"]
-            cells += [
-                f"{100 * row['spread']:.0f} %",
-                row["baseline"],
-                f"{row['ratio']:.2f}x",
-                f"{100 * row['of_limit']:.0f} %",
-            ]
+            limit = "–" if row["of_limit"] is None else f"{100 * row['of_limit']:.0f} %"
+            value = f"{row['value']:.3g} {row['unit']}"
+            cells = [row["what"], row["variant"], f"{row['context']:,}", str(row["batch"]), value]
+            cells += [f"{100 * row['spread']:.0f} %", row["baseline"], f"{row['ratio']:.2f}x", limit]
             table.add_row(*cells)
         self.console.print(table)
 

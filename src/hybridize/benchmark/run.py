@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from hybridize.benchmark.attention import attention_rows
-from hybridize.benchmark.shapes import Shape, random_model, shape_named
+from hybridize.benchmark.shapes import Shape, random_models, shape_named
 from hybridize.benchmark.timing import Ceilings, measured_ceilings
-from hybridize.benchmark.whole import decode_rows, prefill_rows
+from hybridize.benchmark.whole import decode_rows, largest_batch_rows, prefill_rows, train_rows
 from hybridize.errors import bad
 from hybridize.geometry import geometry_of
 from hybridize.kernels.dispatch import kernels_for
@@ -20,7 +20,8 @@ from hybridize.methods.nll import periodic_layers
 from hybridize.operators.specs import Window
 from hybridize.plan import AttentionPlan, units_for_budget
 
-PARTS = ("attention", "prefill", "decode")
+PARTS = ("attention", "prefill", "decode", "train", "batch")
+DEFAULT_PARTS = PARTS[:4]  # the largest batch needs a GPU
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Bench:
     """The question: a named shape, parts of PARTS, tokens of context, rows of decoding batches."""
 
     shape: str = "tiny"
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = DEFAULT_PARTS
     contexts: tuple[int, ...] = (1024,)
     batches: tuple[int, ...] = (1,)
     budget: float = 0.25
@@ -52,7 +53,13 @@ class Bench:
 def bench(
     ask: Bench, device: torch.device, step: Callable[[str, Callable[[], Any]], Any], report: Callable[[str, int, int], None]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(speed rows, facts): every piece through `step` (RunFolder.step), so that a killed run goes on where it was."""
+    """(speed rows, facts): every piece through `step` (RunFolder.step), so that a killed run goes on where it was.
+
+    Raises:
+        HybridizeError: the largest batch was asked for on a device that is no GPU.
+    """
+    if "batch" in ask.parts and device.type != "cuda":
+        raise bad("parts", "batch", "a CUDA device: it asks how much fits into its memory")
     shape, dtype = shape_named(ask.shape), getattr(torch, ask.dtype)
     window = Window(ask.window, ask.sinks)
 
@@ -84,26 +91,36 @@ def _model_pieces(
 ) -> Sequence[tuple[str, Callable[[], Any]]]:
     made: dict[str, Any] = {}
 
-    def model() -> Any:
-        if "model" not in made:
-            made["model"] = random_model(shape, max(ask.contexts) + 8, device, dtype)
-        return made["model"]
+    def models() -> Any:
+        if "models" not in made:
+            made["models"] = random_models(shape, max(ask.contexts) + 8, device, dtype)
+        return made["models"]
 
     def plans() -> dict[str, AttentionPlan]:
-        geometry = geometry_of(model().config)
+        geometry = geometry_of(models()[1].config)
         keep = periodic_layers(geometry.layers, units_for_budget(geometry.layers, ask.budget))[0]
         hybrid = AttentionPlan.from_layers(geometry, keep, window, {"method": "bench"})
         return {"base": AttentionPlan.base(geometry), f"{len(keep)} of {geometry.layers} layers full": hybrid}
 
     def prefill(context: int) -> Any:
-        return prefill_rows(ask.shape, shape, model(), plans(), context, ceilings, ask.seconds)
+        return prefill_rows(ask.shape, shape, models(), plans(), context, ceilings, ask.seconds)
 
     def decode(context: int, batch: int) -> Any:
-        return decode_rows(ask.shape, shape, model(), plans(), context, batch, ceilings, ask.seconds)
+        return decode_rows(ask.shape, shape, models(), plans(), context, batch, ceilings, ask.seconds)
+
+    def train(context: int) -> Any:
+        return train_rows(ask.shape, shape, models(), plans(), context, ceilings, ask.seconds)
+
+    def batch_max(context: int) -> Any:
+        return largest_batch_rows(ask.shape, shape, models(), plans(), context, ask.seconds)
 
     pieces: list[tuple[str, Callable[[], Any]]] = []
     if "prefill" in ask.parts:
         pieces += [(f"prefill-{n}", partial(prefill, n)) for n in ask.contexts]
     if "decode" in ask.parts:
         pieces += [(f"decode-{n}-{b}", partial(decode, n, b)) for n in ask.contexts for b in ask.batches]
+    if "train" in ask.parts:
+        pieces += [(f"train-{n}", partial(train, n)) for n in ask.contexts]
+    if "batch" in ask.parts:
+        pieces += [(f"batch-{n}", partial(batch_max, n)) for n in ask.contexts]
     return pieces

@@ -72,8 +72,8 @@ def shape_named(name: str) -> Shape:
     return SHAPES[name]
 
 
-def random_model(shape: Shape, context: int, device: torch.device, dtype: torch.dtype) -> Any:
-    """A hybrid under the base's plan with small random weights, made on the device."""
+def random_models(shape: Shape, context: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+    """(transformers' own model, a hybrid under its plan) over one set of small random weights, made on the device."""
     config = shape.config(context)
     with torch.device("meta"):
         base = family_of(config.model_type).base_model(config)
@@ -87,4 +87,4 @@ def random_model(shape: Shape, context: int, device: torch.device, dtype: torch.
                 parameter.normal_(0.0, 0.02, generator=generator)
     with torch.device(device):
         base.model.rotary_emb = type(base.model.rotary_emb)(config)
-    return convert(base.eval(), AttentionPlan.base(geometry_of(config)))
+    return base.eval(), convert(base, AttentionPlan.base(geometry_of(config))).eval()
