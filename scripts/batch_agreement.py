@@ -2,8 +2,8 @@
 
     python scripts/batch_agreement.py --dtype float32 bfloat16 --out results/batch_agreement.json
 
-Prompts are RULER's, of unequal length; answers are greedy, compared token by token up to where both end, for the base and for
-a hybrid.
+Prompts are RULER's, of unequal length; answers are greedy, of transformers' own model, of ours under the full plan, and of a
+hybrid.
 """
 
 import argparse
@@ -29,6 +29,13 @@ def answers(model, tokenizer, rows, tokens):
     return [row[: row.index(end)] if end in row else row for row in found]
 
 
+def agreement(together, alone):
+    """Whole answers alike, and single choices: a choice is only compared where all before it were alike."""
+    common = [sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(a, b))) for a, b in zip(together, alone)]
+    parted = [a != b for a, b in zip(together, alone)]
+    return dict(same=parted.count(False), choices=sum(common) + sum(parted), same_choices=sum(common))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
@@ -50,17 +57,20 @@ def main():
             for task, n in zip(tasks, lengths)
         ]
         base = hz.AttentionPlan.base(hz.geometry_of(loaded.model.config))
-        model = hz.convert(loaded.model, base)
-        for name, plan in (("full", base), (Path(args.plan).stem, hz.AttentionPlan.load(args.plan))):
-            model.set_plan(plan)
+        hybrid = hz.convert(loaded.model, base)
+        for name, plan in (
+            ("stock transformers", None),
+            ("full", base),
+            (Path(args.plan).stem, hz.AttentionPlan.load(args.plan)),
+        ):
+            model = loaded.model if plan is None else hybrid
+            if plan is not None:
+                hybrid.set_plan(plan)
             together = []
             for first in range(0, len(prompts), 16):
                 together += answers(model, loaded.tokenizer, prompts[first : first + 16], args.tokens)
             alone = [answers(model, loaded.tokenizer, [prompt], args.tokens)[0] for prompt in prompts]
-            same = sum(a == b for a, b in zip(together, alone))
-            tokens = sum(sum(x == y for x, y in zip(a, b)) for a, b in zip(together, alone))
-            total = sum(max(len(a), len(b)) for a, b in zip(together, alone))
-            rows.append(dict(plan=name, dtype=dtype, prompts=len(prompts), same=same, tokens=total, same_tokens=tokens))
+            rows.append(dict(plan=name, dtype=dtype, prompts=len(prompts)) | agreement(together, alone))
             print(rows[-1], flush=True)
     write_results(args.out, results("batch_agreement", rows, longest=args.longest, new_tokens=args.tokens, seed=5))
 

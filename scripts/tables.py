@@ -184,9 +184,10 @@ def base_sets(data):
 
 def batches(data):
     body = [
-        [r["plan"], r["dtype"], f"{r['same']} of {r['prompts']}", f"{r['same_tokens']} of {r['tokens']}"] for r in data["rows"]
+        [r["plan"], r["dtype"], f"{r['same']} of {r['prompts']}", f"{r['same_choices']} of {r['choices']}"]
+        for r in data["rows"]
     ]
-    return table(["plan", "dtype", "answers alike", "tokens alike"], body)
+    return table(["plan", "dtype", "whole answers alike", "single choices alike"], body)
 
 
 def drift(data):

@@ -96,12 +96,14 @@ def test_bench(capsys, tmp_path):
         (["--shape", "gpt"], "shape"),
         (["--parts", "attention,training"], "parts"),
         (["--parts", "batch", "--device", "cpu"], "parts"),
+        (["--device", "cuda"], "device"),
         (["--contexts", "0"], "contexts"),
         (["--dtype", "int8"], "dtype"),
         (["--window", 0], "window.size"),
     ],
 )
-def test_bad_benches(capsys, tmp_path, words, expected):
+def test_bad_benches(capsys, tmp_path, words, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _, err = run(capsys, "bench", "--out", tmp_path / "out", *words)
     assert code == 2 and expected in err and not list(tmp_path.iterdir())
 

@@ -232,6 +232,7 @@ CASES = {
     "prompt beyond the context": (["score", "{b}", "--length", 4000], "trained context"),
     "test beyond the context": (["eval", "{b}", "--lengths", "4000"], "trained context"),
     "lengths that are no numbers": (["eval", "{b}", "--lengths", "1k"], "lengths"),
+    "no such device": (["score", "{b}", "--device-map", "cuda"], "device_map"),
     "unknown dtype": (["score", "{b}", "--dtype", "int3"], "dtype"),
     "unknown needle kind": (["eval", "{b}", "--kinds", "gold", "--lengths", "760"], "kinds"),
     "output not empty": (["score", "{b}", "--length", 760, "--out", "{m}/full"], "--overwrite"),
@@ -243,7 +244,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input(capsys, base, material, tmp_path, case):
+def test_bad_input(capsys, base, material, tmp_path, case, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     words, expected = CASES[case]
     words = [str(w).format(b=base, m=material) for w in words]
     if "--out" not in words and words[0] != "plan":

@@ -11,10 +11,10 @@ import yaml
 import hybridize as hz
 from conftest import make_base, make_plan, make_tokenizer
 from hybridize import comparison
-from hybridize.comparison import entry_of, make_comparison, read_comparison
 from hybridize.data import ruler
 from hybridize.data.ruler import cached_prompts, ruler_prompts
 from hybridize.data.text import bundled_text
+from hybridize.entries import entry_of, make_comparison, read_comparison
 from hybridize.evaluation.estimate import estimate
 from hybridize.evaluation.suite import Measure, Proof
 from hybridize.report.comparison import headline, mark

@@ -254,9 +254,9 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Speed and memory of base and hybrid in one run, on random weights, beside what the machine could do."""
-    from hybridize import verbs
+    from hybridize import proving
 
-    verbs.bench(_console(as_json), **locals())
+    proving.bench(_console(as_json), **locals())
 
 
 @app.command()

@@ -55,10 +55,12 @@ def load(source: str, *, dtype: str = "auto", device_map: str | None = None, tru
         device_map: as transformers takes it ("auto", "cuda", "cpu"); None: CPU.
 
     Raises:
-        HybridizeError: nothing there, an unsupported family, or corrupted weights.
+        HybridizeError: nothing there, an unsupported family, corrupted weights, or a device that is not there.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise bad("dtype", dtype, f"'auto' or one of {sorted(DTYPES)}")
+    if str(device_map).startswith("cuda") and not torch.cuda.is_available():
+        raise bad("device_map", device_map, "'auto' or 'cpu': torch sees no CUDA device here")
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
     try:
         if source == DEFAULT or source.endswith(".gguf"):

@@ -1,4 +1,4 @@
-"""The verbs that measure: eval (a hybrid against its base) and compare (many plans at matched bytes)."""
+"""The verbs that measure: eval (a hybrid against its base), compare (many plans at matched bytes) and bench (speed)."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hybridize.comparison import (
-    Candidate,
-    Comparison,
-    candidates,
-    entry_facts,
-    entry_of,
-    make_comparison,
-    read_comparison,
-)
-from hybridize.comparison import (
-    compare as run_comparison,
-)
+import torch
+
+from hybridize.benchmark.run import Bench
+from hybridize.benchmark.run import bench as run_bench
+from hybridize.comparison import Candidate, candidates, entry_facts
+from hybridize.comparison import compare as run_comparison
+from hybridize.entries import Comparison, entry_of, make_comparison, read_comparison
+from hybridize.errors import bad
 from hybridize.evaluation.estimate import estimate
 from hybridize.evaluation.suite import Measure, Proof, measures
 from hybridize.files import write_json
-from hybridize.options import load_model, proof_of
+from hybridize.options import lengths_of, load_model, proof_of
 from hybridize.plan import AttentionPlan
 from hybridize.report.comparison import summary, write_comparison
-from hybridize.results import results
+from hybridize.results import results, where
 from hybridize.runs import RunFolder, quiet_libraries
 from hybridize.terminal import Terminal
 from hybridize.verbs import note_resume, write_run
@@ -53,10 +49,11 @@ def evaluate(terminal: Terminal, model: str, out: Path, plan: Path | None, witho
         if _told(terminal, run, asked, list(plans), hybrid, proof, options["dry_run"]):
             return
         seconds: dict[str, float] = {}
+        measured = run.step("where", where)
         with counted(seconds, "prove"):
             rows = prove(run, loaded, hybrid, plans, proof, terminal.report)
     terminal.close()
-    write_run(run, model, chosen, None, rows, seconds, {"model": model})
+    write_run(run, model, chosen, None, rows, seconds, {"model": model}, **measured)
     folder = run.finish()
     terminal.quality_table(rows)
     terminal.task_table(rows)
@@ -80,6 +77,7 @@ def compare(terminal: Terminal, sources: list[str], out: Path, model: str | None
             if _told(terminal, run, todo, names, hybrid, asked.proof, options["dry_run"]):
                 return
         seconds: dict[str, float] = {}
+        measured = run.step("where", where)
         with counted(seconds, "score"):
             found = candidates(run, asked, loaded, hybrid, terminal.report)
         for each in found:
@@ -88,12 +86,36 @@ def compare(terminal: Terminal, sources: list[str], out: Path, model: str | None
             rows = run_comparison(run, asked, loaded, hybrid, found, todo, options, terminal.report)
     terminal.close()
     dtype = str(loaded.model.dtype).removeprefix("torch.")
-    made = _write(run, asked, found, base, rows, seconds, dtype)
+    made = _write(run, asked, found, base, rows, seconds, {**measured, "dtype": dtype})
     folder = run.finish()
     terminal.comparison_table(summary(rows, made["entries"], asked.match_at))
     terminal.seconds_table(seconds)
     terminal.say(f"report: {folder / 'report.html'}\nnumbers: {folder / 'compare.json'}")
     terminal.result({"out": str(folder), **json.loads(json.dumps(made))})
+
+
+def bench(terminal: Terminal, out: Path, device: str, overwrite: bool, **options: Any) -> None:
+    """Speed of a shape, base and hybrid in one run, beside the machine's ceilings."""
+    numbers: dict[str, Any] = {name: lengths_of(options[name], name) for name in ("contexts", "batches")}
+    rest = {name: options[name] for name in ("shape", "budget", "window", "sinks", "backward", "seconds", "dtype")}
+    ask = Bench(**rest, **numbers, parts=tuple(options["parts"].split(",")))
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise bad("device", device, "'auto' or 'cpu': torch sees no CUDA device here")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    run = RunFolder(out, {"verb": "bench", "device": device, "ask": vars(ask)}, overwrite)
+    note_resume(terminal, run)
+    with quiet_libraries():
+        measured = run.step("where", where)
+        rows, facts = run_bench(ask, torch.device(device), run.step, terminal.report)
+    terminal.close()
+    run.begin()
+    made = results(f"speed_{ask.shape}", rows, facts=facts, ask=vars(ask), **measured)
+    write_json(run.path / "bench.json", made)
+    folder = run.finish()
+    terminal.speed_table(rows, facts)
+    terminal.say(f"numbers: {folder / 'bench.json'}")
+    terminal.result({"out": str(folder), "rows": rows, "facts": facts})
 
 
 def _comparison(sources: list[str], model: str | None, options: dict[str, Any]) -> Comparison:
@@ -111,15 +133,15 @@ def _write(
     base: AttentionPlan,
     rows: list[dict[str, Any]],
     seconds: dict[str, float],
-    dtype: str,
+    measured: dict[str, Any],
 ) -> dict[str, Any]:
     run.begin()
     everyone = [Candidate("full", "base", base, tokens=0, seconds=0.0), *found]
-    entries = [entry_facts(each, asked, dtype) for each in everyone]
+    entries = [entry_facts(each, asked, measured["dtype"]) for each in everyone]
     for each in found:
         each.plan.save(run.path / "plans" / f"{each.name}.json")
     how: dict[str, Any] = {"match_at": asked.match_at, "contexts": list(asked.contexts), "prove": asked.proof.as_config()}
-    how |= {"select": asked.ask.as_config(), "model": Path(asked.model).name, "dtype": dtype}
+    how |= {"select": asked.ask.as_config(), "model": Path(asked.model).name, **measured}
     made = results("compare", rows, seconds=seconds, entries=entries, **how)
     write_json(run.path / "compare.json", made)
     write_comparison(run.path / "report.html", made)

@@ -48,14 +48,17 @@ def commit() -> str:
         return "unknown"
 
 
+def where() -> dict[str, Any]:
+    """What numbers depend on beside the question: kept when a run starts, for it may be finished on another machine."""
+    return {"device": device_name(), "versions": versions(), "commit": commit()}
+
+
 def results(name: str, rows: Sequence[dict[str, Any]], command: str | None = None, **more: Any) -> dict[str, Any]:
     """{"name", "date", "device", "versions", "commit", "command", ..., "rows"}."""
     return {
         "name": name,
         "date": datetime.date.today().isoformat(),
-        "device": device_name(),
-        "versions": versions(),
-        "commit": commit(),
+        **where(),
         "command": command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         **more,
         "rows": list(rows),

@@ -44,12 +44,12 @@ class RunFolder:
             found = check_format(read_json(self.path / "run.json", "run"), FORMAT, FORMAT_VERSION)
             if found != asked:
                 if not overwrite:
-                    changed = sorted(k for k in {*config, *found["config"]} if config.get(k) != found["config"].get(k))
+                    field, got, expected = first_difference(asked["config"], found["config"])
                     raise bad(
-                        changed[0] if changed else "run",
-                        config.get(changed[0]) if changed else asked,
-                        f"{found['config'].get(changed[0]) if changed else found!r}, as the unfinished run in {self.path} has "
-                        "(continue it as it was, or pass --overwrite to start anew)",
+                        field,
+                        got,
+                        f"{expected!r}, as the unfinished run in {self.path} has (continue it as it was, or pass --overwrite "
+                        "to start anew)",
                     )
                 shutil.rmtree(self.path)
         elif self.path.exists():
@@ -99,6 +99,15 @@ class RunFolder:
         except OSError as error:
             raise HybridizeError(f"could not finish {self.out}: {error}; the work so far is in {self.path}") from error
         return self.out
+
+
+def first_difference(mine: Any, theirs: Any, field: str = "") -> tuple[str, Any, Any]:
+    """(name, mine, theirs) of the first field in which two nested questions differ."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in sorted({*mine, *theirs}):
+            if mine.get(key) != theirs.get(key):
+                return first_difference(mine.get(key), theirs.get(key), f"{field}.{key}" if field else key)
+    return field or "run", mine, theirs
 
 
 @contextlib.contextmanager

@@ -6,11 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hybridize import checkpoint
-from hybridize.benchmark.run import Bench
-from hybridize.benchmark.run import bench as run_bench
 from hybridize.conversion import memory_estimate
 from hybridize.errors import bad
 from hybridize.evaluation.suite import Proof
@@ -193,27 +189,6 @@ def export(terminal: Terminal, model: str, out: Path, form: str, overwrite: bool
         folder = checkpoint.export(loaded.model, loaded.tokenizer, out, form, overwrite)
     terminal.say(f"{form}: {folder}")
     terminal.result({"out": str(folder), "form": form})
-
-
-def bench(terminal: Terminal, out: Path, device: str, overwrite: bool, **options: Any) -> None:
-    """Speed of a shape, base and hybrid in one run, beside the machine's ceilings."""
-    numbers: dict[str, Any] = {name: lengths_of(options[name], name) for name in ("contexts", "batches")}
-    rest = {name: options[name] for name in ("shape", "budget", "window", "sinks", "backward", "seconds", "dtype")}
-    ask = Bench(**rest, **numbers, parts=tuple(options["parts"].split(",")))
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    run = RunFolder(out, {"verb": "bench", "device": device, "ask": vars(ask)}, overwrite)
-    note_resume(terminal, run)
-    with quiet_libraries():
-        rows, facts = run_bench(ask, torch.device(device), run.step, terminal.report)
-    terminal.close()
-    run.begin()
-    made = results(f"speed_{ask.shape}", rows, facts=facts, ask=vars(ask))
-    write_json(run.path / "bench.json", made)
-    folder = run.finish()
-    terminal.speed_table(rows, facts)
-    terminal.say(f"numbers: {folder / 'bench.json'}")
-    terminal.result({"out": str(folder), "rows": rows, "facts": facts})
 
 
 def _save_model(run: RunFolder, loaded: Loaded, hybrid: Any, scores: Scores | None, shard: str = "5GB") -> None:

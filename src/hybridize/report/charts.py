@@ -93,14 +93,15 @@ def scatter(points: Sequence[Mapping[str, Any]], x_label: str, y_label: str) -> 
         points: {"name", "x" (share of the base, 0..), "y", "low", "high", "color" (0..9)}; y between 0 and 1.
     """
     right = max([point["x"] for point in points] + [1.0])
+    top = min(1.0, 1.1 * max([point["high"] for point in points] + [0.1]))
 
     def x(value: float) -> float:
         return LEFT + 10 + value / right * (WIDTH - LEFT - 110)
 
     def y(value: float) -> float:
-        return TOP + (1 - value) * (HEIGHT - TOP - BOTTOM)
+        return TOP + (1 - value / top) * (HEIGHT - TOP - BOTTOM)
 
-    parts = [_axis(0.0, 1.0, y)]
+    parts = [_axis(0.0, top, y)]
     parts += [_text(x(right * i / 4), HEIGHT - BOTTOM + 16, f"{100 * right * i / 4:.0f} %") for i in range(5)]
     best, edge = -1.0, []
     for point in sorted(points, key=lambda p: (p["x"], -p["y"])):
@@ -108,19 +109,30 @@ def scatter(points: Sequence[Mapping[str, Any]], x_label: str, y_label: str) -> 
             best = point["y"]
             edge.append(f"{x(point['x']):.1f},{y(best):.1f}")
     parts.append(f'<polyline class="frontier" points="{" ".join(edge)}"/>')
-    taken: list[tuple[float, float]] = []
-    for point in points:
+    labels = _spread([(x(point["x"]), y(point["y"]) + 4) for point in points])
+    for point, label in zip(points, labels, strict=True):
         px, py = x(point["x"]), y(point["y"])
         title = f"{point['name']}: {point['y']:.3f} ({point['low']:.3f}–{point['high']:.3f}) at {100 * point['x']:.1f} %"
-        label = py + 4
-        while any(abs(label - other) < 12 and abs(px - place) < 110 for place, other in taken):
-            label += 12  # names of neighbours stand below each other
-        taken.append((px, label))
         parts.append(
-            f'<line class="error" x1="{px:.1f}" x2="{px:.1f}" y1="{y(point["low"]):.1f}" y2="{y(point["high"]):.1f}"/>'
+            f'<line class="error" x1="{px:.1f}" x2="{px:.1f}" y1="{y(point["low"]):.1f}" y2="{y(min(point["high"], top)):.1f}"/>'
             f'<circle class="c{point["color"]}" data-point="{escape(point["name"])}" cx="{px:.1f}" cy="{py:.1f}" r="5">'
             f"<title>{escape(title)}</title></circle>"
             f'<text class="c{point["color"]} dot-label" x="{px + 9:.1f}" y="{label:.1f}">{escape(point["name"])}</text>'
         )
     parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, x_label))
     return _frame("".join(parts), f"{y_label} over {x_label}")
+
+
+def _spread(places: Sequence[tuple[float, float]], gap: float = 13.0, reach: float = 110.0) -> list[float]:
+    """Heights for labels at (x, y): neighbours within `reach` stand at least `gap` apart, in order, inside the frame."""
+    heights = [0.0] * len(places)
+    done: list[int] = []
+    for i in sorted(range(len(places)), key=lambda i: places[i][1]):
+        near = [heights[j] for j in done if abs(places[i][0] - places[j][0]) < reach]
+        heights[i] = max([places[i][1], *(height + gap for height in near)])
+        done.append(i)
+    floor = HEIGHT - BOTTOM + 2
+    for i in reversed(done):
+        near = [heights[j] for j in done if places[j][1] > places[i][1] and abs(places[i][0] - places[j][0]) < reach]
+        heights[i] = min([heights[i], floor, *(height - gap for height in near if height >= heights[i])])
+    return heights
