@@ -202,9 +202,30 @@ def drift(data):
     return table(["continuation", "metric", "new tokens", *names], body)
 
 
+def compared(data):
+    rows, body = data["rows"], []
+    lengths = sorted({r["context"] for r in rows if r["task"] == "ruler_average"})
+    for entry in data["entries"]:
+        mine = [r for r in rows if r["selector"] == entry["name"] and r["depth"] is None]
+        first = mine[0]
+        cells = [entry["name"], *[f"{100 * first[k]:.0f} %" for k in ("cache_ratio", "prefill_ratio")]]
+        shown = [next(r for r in mine if r["task"] == "ruler_average" and r["context"] == n) for n in lengths]
+        shown.append(next(r for r in mine if r["task"] == "choice_average"))
+        for row in shown:
+            worse = row.get("p", 1.0) < 0.05 and row["difference"] < 0
+            cells.append(f"{interval(row)}{' ▼' if worse else ''}")
+        cells.append(f"{next(r for r in mine if r['task'] == 'wikitext2_raw_test')['score']:.2f}")
+        seconds, tokens = entry["conversion"]["seconds"], entry["conversion"]["tokens"]
+        cells.append("–" if not seconds else f"{seconds:.0f} s, {tokens:,} tokens")
+        body.append(cells)
+    heads = ["entry", "cache", "prefill", *[f"RULER {n}" for n in lengths], "choice, mean acc", "WikiText-2", "selection"]
+    return table(heads, body)
+
+
 TABLES = {
     "docs/evaluation.md": {
         "agreement": (agreement, "lm_eval_agreement"),
+        "compared": (compared, "compare_smollm2"),
         "base-ruler": (base_ruler, "base_smollm2"),
         "base-sets": (base_sets, "base_smollm2"),
         "batches": (batches, "batch_agreement"),

@@ -298,3 +298,29 @@ def test_a_compiled_step_has_one_graph_with_the_kernels_in_it(ids, monkeypatch):
             theirs = model(ids[:, i : i + 1], past_key_values=eager).logits
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)
     assert counter.frame_count == 1
+
+
+def test_kernels_prove_themselves(monkeypatch):
+    """A kernel that computes something else, or none, is found out on the device, and the reference runs."""
+    from hybridize.kernels import proof
+
+    device = torch.device(DEVICE)
+    assert proof.why_wrong(device, torch.float32, 16) is None
+    real = proof.window_attention
+    monkeypatch.setattr(proof, "window_attention", lambda *a, **k: real(*a, **{**k, "size": 49}))
+    assert "window by" in proof.why_wrong(device, torch.float32, 16)
+    monkeypatch.setattr(proof, "window_attention", lambda *a, **k: real(*a, **k) * float("nan"))
+    assert "nan" in proof.why_wrong(device, torch.float32, 16)
+
+    def broken(*_, **__):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(proof, "window_attention", real)
+    monkeypatch.setattr(proof, "one_token_attention", broken)
+    assert "no such instruction" in proof.why_wrong(device, torch.float32, 16)
+    said, q = [], torch.zeros(1, 2, 4, 16, device=device)
+    monkeypatch.setattr(dispatch, "PROVEN", {})
+    monkeypatch.setattr(dispatch.logger, "warning_once", said.append)
+    monkeypatch.setenv("HYBRIDIZE_KERNELS", "triton")
+    with pytest.raises(hz.HybridizeError, match="no such instruction"):
+        dispatch.kernels_for("window", q)

@@ -34,6 +34,7 @@ def mode() -> str:
 
 
 LOADED: dict[str, Any] = {}
+PROVEN: dict[tuple[Any, ...], str | None] = {}
 
 
 def load(name: str) -> Any:
@@ -49,7 +50,7 @@ def load(name: str) -> Any:
 def prepare() -> None:
     """Load the kernels where they may be asked for: a graph that is being traced cannot import them."""
     if mode() == "triton" or (mode() == "auto" and torch.cuda.is_available()):
-        for name in ("window", "decode"):
+        for name in ("window", "decode", "proof"):
             load(name)
 
 
@@ -78,4 +79,14 @@ def _why_not(name: str, q: Tensor, dropout: float) -> str | None:
         return f"head_dim is {q.shape[-1]}, the kernels have {HEAD_DIMS}"
     if dropout:
         return "the kernels have no attention dropout"
-    return None
+    return _proven(q)
+
+
+def _proven(q: Tensor) -> str | None:
+    """Why kernels are not to be trusted with such queries; found out once, outside of any traced graph."""
+    key = (q.device, q.dtype, q.shape[-1])
+    if key not in PROVEN:
+        if torch.compiler.is_compiling():
+            return None  # the eager prefill before it found out, or nothing has run yet
+        PROVEN[key] = load("proof").why_wrong(q.device, q.dtype, q.shape[-1])
+    return PROVEN[key]

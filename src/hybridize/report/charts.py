@@ -93,7 +93,8 @@ def scatter(points: Sequence[Mapping[str, Any]], x_label: str, y_label: str) -> 
         points: {"name", "x" (share of the base, 0..), "y", "low", "high", "color" (0..9)}; y between 0 and 1.
     """
     right = max([point["x"] for point in points] + [1.0])
-    top = min(1.0, 1.1 * max([point["high"] for point in points] + [0.1]))
+    highest = max(point["high"] for point in points)
+    top = next((step for step in (0.1, 0.2, 0.4, 0.6, 0.8) if highest < step), 1.0)
 
     def x(value: float) -> float:
         return LEFT + 10 + value / right * (WIDTH - LEFT - 110)
@@ -111,10 +112,10 @@ def scatter(points: Sequence[Mapping[str, Any]], x_label: str, y_label: str) -> 
     parts.append(f'<polyline class="frontier" points="{" ".join(edge)}"/>')
     labels = _spread([(x(point["x"]), y(point["y"]) + 4) for point in points])
     for point, label in zip(points, labels, strict=True):
-        px, py = x(point["x"]), y(point["y"])
+        px, py, high, low = x(point["x"]), y(point["y"]), y(min(point["high"], top)), y(point["low"])
         title = f"{point['name']}: {point['y']:.3f} ({point['low']:.3f}–{point['high']:.3f}) at {100 * point['x']:.1f} %"
         parts.append(
-            f'<line class="error" x1="{px:.1f}" x2="{px:.1f}" y1="{y(point["low"]):.1f}" y2="{y(min(point["high"], top)):.1f}"/>'
+            f'<line class="error" x1="{px:.1f}" x2="{px:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>'
             f'<circle class="c{point["color"]}" data-point="{escape(point["name"])}" cx="{px:.1f}" cy="{py:.1f}" r="5">'
             f"<title>{escape(title)}</title></circle>"
             f'<text class="c{point["color"]} dot-label" x="{px + 9:.1f}" y="{label:.1f}">{escape(point["name"])}</text>'

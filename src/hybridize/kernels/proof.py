@@ -1,0 +1,69 @@
+"""Kernels prove themselves on the machine they run on, once a process, device, dtype and head_dim, before they are trusted.
+
+What a compiler makes of a kernel differs between chips and Triton versions, and a wrong kernel gives fluent wrong text.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridize.kernels.decode import one_token_attention
+from hybridize.kernels.window import window_attention
+
+LIMIT = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-3}
+ROWS, GROUPS, HEADS, TOKENS, SIZE, SINKS = 2, 2, 2, 150, 50, 4
+
+
+def why_wrong(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """None where every kernel agrees with attention written out, outputs and gradients; else what is wrong."""
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            errors = {**_window_errors(device, dtype, head_dim), **_decode_errors(device, dtype, head_dim)}
+    except Exception as error:  # a compiler's failure can be of any type, and the reference is there
+        return f"they fail on this device ({type(error).__name__}: {error})"
+    wrong = {name: value for name, value in errors.items() if not value <= LIMIT[dtype]}  # NaN is wrong too
+    if wrong:
+        return "they differ from the reference on this device: " + ", ".join(f"{n} by {v:.1e}" for n, v in wrong.items())
+    return None
+
+
+def _window_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, float]:
+    shapes = (ROWS, GROUPS * HEADS), (ROWS, GROUPS), (ROWS, GROUPS)
+    leaves = [torch.randn(*s, TOKENS, head_dim, device=device, dtype=dtype, requires_grad=True) for s in shapes]
+    weight = torch.randn(ROWS, GROUPS * HEADS, TOKENS, head_dim, device=device, dtype=dtype)
+    n = torch.arange(TOKENS, device=device)
+    seen = (n[None, :] <= n[:, None]) & ((n[:, None] - n[None, :] < SIZE) | (n[None, :] < SINKS))
+    q, k, v = leaves
+    mine = window_attention(q, k, v, k[:, :, :SINKS], v[:, :, :SINKS], n[None], size=SIZE, scale=head_dim**-0.5)
+    theirs = _written_out(q.float(), k.float(), v.float(), seen[None, None], head_dim**-0.5)
+    pairs = [(mine, theirs)]
+    pairs += zip(torch.autograd.grad(mine, leaves, weight), torch.autograd.grad(theirs, leaves, weight.float()), strict=True)
+    return {name: _error(*pair) for name, pair in zip(("window", "dq", "dk", "dv"), pairs, strict=True)}
+
+
+def _decode_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, float]:
+    spans = [
+        [torch.randn(ROWS, GROUPS, columns, head_dim, device=device, dtype=dtype) for _ in "kv"] for columns in (TOKENS, 40)
+    ]
+    q = torch.randn(ROWS, 2 * GROUPS * HEADS, 1, head_dim, device=device, dtype=dtype)
+    counts = [torch.tensor([TOKENS - 9, 60], device=device), torch.tensor([40, 33], device=device)]
+    none, scale = q.new_empty(0), head_dim**-0.5
+    k, v = ([span[i] for span in spans] for i in range(2))
+    mine = one_token_attention(q, k, v, counts, [none.long()] * 2, [none] * 2, [0, SINKS], scale)
+    theirs = []
+    for part, keys, values, count in zip(q.chunk(2, dim=1), k, v, counts, strict=True):
+        seen = torch.arange(keys.shape[2], device=device) < count[:, None, None, None]
+        theirs.append(_written_out(part.float(), keys.float(), values.float(), seen, scale))
+    return {"decode": _error(mine, torch.cat(theirs, dim=1))}
+
+
+def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    return (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+
+def _error(mine: Tensor, reference: Tensor) -> float:
+    """Norm of the difference over the norm of the reference."""
+    return float((mine.detach().float() - reference.detach()).norm() / reference.detach().norm())
