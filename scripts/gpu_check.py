@@ -38,7 +38,7 @@ def error(mine, reference):
 
 def window_case(rng, dtype):
     """(description, errors of the output and of each gradient)."""
-    d = rng.choice([64, 96, 128, 256] if GPU else [16, 32])
+    d = rng.choice([64, 96, 128, 256] if GPU else [16, 24, 32])
     b, g, r = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, 2, 3, 4, 5, 7, 8])
     t = rng.randint(1, 1500 if GPU else 90)
     size, sinks = rng.randint(1, 700 if GPU else 50), rng.choice([0, 1, 4, 20])

@@ -85,6 +85,7 @@ CASES = {  # b, g, r, t, d, size, sinks, start, history, rebased
     "re-based": (1, 2, 4, 150, 16, 100, 4, 0, False, True),
     "one query": (2, 2, 2, 1, 16, 9, 2, 40, True, False),
     "many sinks": (1, 1, 2, 90, 16, 10, 20, 0, False, False),
+    "a head_dim between powers of two": (2, 2, 3, 70, 24, 20, 4, 0, False, True),
 }
 
 
@@ -144,7 +145,7 @@ def test_spans_of_one_layer_in_one_launch():
 
 
 def test_refusals():
-    q = torch.zeros(1, 2, 4, 24, device=DEVICE)
+    q = torch.zeros(1, 2, 4, 12, device=DEVICE)
     where = torch.arange(4, device=DEVICE)[None]
     with pytest.raises(hz.HybridizeError, match="head_dim"):
         window_attention(q, q, q, q[:, :, :1], q[:, :, :1], where, size=3, scale=1.0)
@@ -167,7 +168,7 @@ def test_the_choice_is_the_users(monkeypatch):
     assert dispatch.kernels_for("window", q) is None  # a CPU tensor
     monkeypatch.setenv("HYBRIDIZE_KERNELS", "triton")
     assert dispatch.kernels_for("window", q).window_attention is window_attention
-    for other, dropout in ((torch.zeros(1, 2, 4, 24), 0.0), (q, 0.1)):
+    for other, dropout in ((torch.zeros(1, 2, 4, 12), 0.0), (q, 0.1)):
         with pytest.raises(hz.HybridizeError, match="HYBRIDIZE_KERNELS"):
             dispatch.kernels_for("window", other, dropout)
 
@@ -176,10 +177,10 @@ def test_a_fallback_is_announced(monkeypatch):
     said = []
     monkeypatch.setattr(dispatch.logger, "warning_once", said.append)
     monkeypatch.setenv("HYBRIDIZE_KERNELS", "auto")
-    on_gpu = torch.zeros(1, 2, 4, 24, device="meta")
+    on_gpu = torch.zeros(1, 2, 4, 12, device="meta")
     monkeypatch.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")))
     assert dispatch.kernels_for("window", on_gpu) is None
-    assert len(said) == 1 and "head_dim is 24" in said[0]
+    assert len(said) == 1 and "head_dim is 12" in said[0]
 
 
 @pytest.mark.parametrize("operator", ["window", "window_no_sinks", "window_rebased", "window_full_decode", "mixed"])
@@ -240,6 +241,7 @@ ONE = {  # rows, heads a group, [(groups, columns, sinks, from a start, re-based
     "three spans": (2, 2, [(1, 90, 0, False, False), (1, 22, 4, True, False), (1, 200, 2, False, True)]),
     "shorter than a block": (2, 2, [(1, 5, 0, False, False)]),
     "one column": (1, 7, [(2, 1, 1, False, False)]),
+    "a head_dim between powers of two": (2, 2, [(1, 150, 4, True, True), (1, 70, 0, False, False)]),
 }
 
 
@@ -247,18 +249,19 @@ ONE = {  # rows, heads a group, [(groups, columns, sinks, from a start, re-based
 @pytest.mark.parametrize("ragged", [False, True])
 def test_decode_kernel_is_the_definition(case, ragged):
     rows, repeats, shapes = ONE[case]
+    d = 24 if "head_dim" in case else 16
     generator = torch.Generator().manual_seed(3)
     none = torch.zeros(0, device=DEVICE)
     spans = []
     for groups, columns, sinks, from_start, rebased in shapes:
-        k, v = (torch.randn(rows, groups, columns, 16, generator=generator).to(DEVICE) for _ in "kv")
+        k, v = (torch.randn(rows, groups, columns, d, generator=generator).to(DEVICE) for _ in "kv")
         count = torch.randint((columns + 1) // 2, columns + 1, (rows if ragged else 1,), generator=generator).to(DEVICE)
         for row in range(rows):  # what is not filled is never read into a sum
             k[row, :, int(count.expand(rows)[row]) :] = v[row, :, int(count.expand(rows)[row]) :] = 1e4
         start = (count - 9).clamp_min(0) if from_start else none.long()
-        q_sink = torch.randn(rows, groups * repeats, 1, 16, generator=generator).to(DEVICE) if rebased else none
+        q_sink = torch.randn(rows, groups * repeats, 1, d, generator=generator).to(DEVICE) if rebased else none
         spans.append((k, v, count, start, q_sink, sinks))
-    q = torch.randn(rows, repeats * sum(s[0] for s in shapes), 1, 16, generator=generator).to(DEVICE)
+    q = torch.randn(rows, repeats * sum(s[0] for s in shapes), 1, d, generator=generator).to(DEVICE)
     lists = [list(x) for x in zip(*spans)]
     out = one_token_attention(q, *lists, 0.3)
     torch.testing.assert_close(out, one_by_hand(q, spans, 0.3), rtol=1e-4, atol=1e-5)

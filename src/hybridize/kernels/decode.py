@@ -60,7 +60,8 @@ def one_token_attention(
         launched = sum(groups[i] for i in set(spans))
         decode_kernel[(splits, b * launched)](
             q, parts, lse, *tensors, *q.stride()[:2], *strides, launched, h, groups[a], first * r, scale * LOG2E,
-            R=r, D=d, BLOCK_R=max(16, triton.next_power_of_2(r)), BLOCK_N=BLOCK_N if d <= 128 else 32, SPLITS=splits,
+            R=r, D=d, BLOCK_D=triton.next_power_of_2(d), BLOCK_R=max(16, triton.next_power_of_2(r)), SPLITS=splits,
+            BLOCK_N=BLOCK_N if d <= 128 else 32,
             BLOCK_S=max(16, triton.next_power_of_2(max(1, *(sinks[i] for i in spans)))),
             SINKS_A=sinks[a], SINKS_B=sinks[spans[1]],
             REBASED_A=q_sink[a].numel() > 0, REBASED_B=q_sink[spans[1]].numel() > 0,
@@ -68,7 +69,9 @@ def one_token_attention(
             TWO=two, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
         )  # fmt: skip
         first += launched
-    join_kernel[(b * h,)](parts, lse, out, *out.stride()[:2], h, D=d, SPLITS=splits, num_warps=2)
+    join_kernel[(b * h,)](
+        parts, lse, out, *out.stride()[:2], h, D=d, BLOCK_D=triton.next_power_of_2(d), SPLITS=splits, num_warps=2
+    )
     return out
 
 

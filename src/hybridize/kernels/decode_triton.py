@@ -10,17 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridize.kernels.window_triton import softmax_step
+from hybridize.kernels.window_triton import softmax_step, wide
 
 
 @triton.jit
 def read_span(q, QS, K, V, COUNT, START, b, g, rows, split, scale, sqsb, sqsh, skb, skg, skn, svb, svg, svn, cb, ab,
-              R: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-              BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, REBASED: tl.constexpr, HAS_START: tl.constexpr,
-              PRECISION: tl.constexpr):  # fmt: skip
+              R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr, BLOCK_R: tl.constexpr,
+              BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, REBASED: tl.constexpr,
+              HAS_START: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """(acc, low, total) of one part of a span: columns below COUNT, from START on where it has one, sinks always."""
-    n, d = tl.arange(0, BLOCK_N), tl.arange(0, D)
-    acc = tl.zeros([BLOCK_R, D], tl.float32)
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     low = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     count = tl.load(COUNT + b * cb).to(tl.int32)
@@ -34,12 +34,12 @@ def read_span(q, QS, K, V, COUNT, START, b, g, rows, split, scale, sqsb, sqsh, s
         if split == 0:  # the first part reads the sinks too
             s_n = tl.arange(0, BLOCK_S)
             few = s_n < tl.minimum(count, SINKS)
-            sk = tl.load(k_base + s_n[None, :] * skn + d[:, None], mask=few[None, :], other=0.0)
-            sv = tl.load(v_base + s_n[:, None] * svn + d[None, :], mask=few[:, None], other=0.0)
+            sk = tl.load(k_base + s_n[None, :] * skn + d[:, None], mask=wide(few[None, :], d[:, None], D, BLOCK_D), other=0.0)
+            sv = tl.load(v_base + s_n[:, None] * svn + d[None, :], mask=wide(few[:, None], d[None, :], D, BLOCK_D), other=0.0)
             near = q
             if REBASED:
                 at = QS + b * sqsb + (g * R + rows)[:, None] * sqsh + d[None, :]
-                near = tl.load(at, mask=(rows < R)[:, None], other=0.0)
+                near = tl.load(at, mask=wide((rows < R)[:, None], d[None, :], D, BLOCK_D), other=0.0)
             s = tl.dot(near, sk, input_precision=PRECISION) * scale
             acc, low, total = softmax_step(acc, low, total, tl.where(few[None, :], s, float("-inf")), sv, sv.dtype, PRECISION)
     part = tl.cdiv(tl.cdiv(tl.maximum(count - begin, 0), SPLITS), BLOCK_N) * BLOCK_N
@@ -48,15 +48,23 @@ def read_span(q, QS, K, V, COUNT, START, b, g, rows, split, scale, sqsb, sqsh, s
     whole = first + tl.maximum(last - first, 0) // BLOCK_N * BLOCK_N
     for at in range(first, whole, BLOCK_N):
         far = tl.cast(at, tl.int64)
-        k = tl.load(k_base + far * skn + n[None, :] * skn + d[:, None])
-        v = tl.load(v_base + far * svn + n[:, None] * svn + d[None, :])
+        k_at = k_base + far * skn + n[None, :] * skn + d[:, None]
+        v_at = v_base + far * svn + n[:, None] * svn + d[None, :]
+        if BLOCK_D != D:
+            k, v = tl.load(k_at, mask=d[:, None] < D, other=0.0), tl.load(v_at, mask=d[None, :] < D, other=0.0)
+        else:
+            k, v = tl.load(k_at), tl.load(v_at)
         s = tl.dot(q, k, input_precision=PRECISION) * scale
         acc, low, total = softmax_step(acc, low, total, s, v, v.dtype, PRECISION)
     if whole < last:
         far = tl.cast(whole, tl.int64)
         inside = whole + n < last
-        k = tl.load(k_base + far * skn + n[None, :] * skn + d[:, None], mask=inside[None, :], other=0.0)
-        v = tl.load(v_base + far * svn + n[:, None] * svn + d[None, :], mask=inside[:, None], other=0.0)
+        k = tl.load(
+            k_base + far * skn + n[None, :] * skn + d[:, None], mask=wide(inside[None, :], d[:, None], D, BLOCK_D), other=0.0
+        )
+        v = tl.load(
+            v_base + far * svn + n[:, None] * svn + d[None, :], mask=wide(inside[:, None], d[None, :], D, BLOCK_D), other=0.0
+        )
         s = tl.where(inside[None, :], tl.dot(q, k, input_precision=PRECISION) * scale, float("-inf"))
         acc, low, total = softmax_step(acc, low, total, s, v, v.dtype, PRECISION)
     return acc, low, total
@@ -70,45 +78,45 @@ def decode_kernel(
     asqb, asqh, askb, askg, askn, asvb, asvg, asvn, acb, aab,
     bsqb, bsqh, bskb, bskg, bskn, bsvb, bsvg, bsvn, bcb, bab,
     G, H, GA, first_head, scale,
-    R: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, SINKS_A: tl.constexpr, SINKS_B: tl.constexpr, REBASED_A: tl.constexpr, REBASED_B: tl.constexpr,
-    HAS_START_A: tl.constexpr, HAS_START_B: tl.constexpr, TWO: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SINKS_A: tl.constexpr, SINKS_B: tl.constexpr, REBASED_A: tl.constexpr,
+    REBASED_B: tl.constexpr, HAS_START_A: tl.constexpr, HAS_START_B: tl.constexpr, TWO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """PARTS [B, H, SPLITS, D] (each part's own average) and LSE [B, H, SPLITS] of `G` groups, the first GA of span A."""
     split, bg = tl.program_id(0), tl.program_id(1)
     b, g = (bg // G).to(tl.int64), (bg % G).to(tl.int64)
-    rows, d = tl.arange(0, BLOCK_R), tl.arange(0, D)
+    rows, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     h = first_head + g * R + rows
-    q = tl.load(Q + b * sqb + h[:, None] * sqh + d[None, :], mask=(rows < R)[:, None], other=0.0)
+    q = tl.load(Q + b * sqb + h[:, None] * sqh + d[None, :], mask=wide((rows < R)[:, None], d[None, :], D, BLOCK_D), other=0.0)
     if TWO:
         if g < GA:
-            acc, low, total = read_span(q, QSA, KA, VA, COUNT_A, START_A, b, g, rows, split, scale, asqb, asqh, askb, askg,
-                                        askn, asvb, asvg, asvn, acb, aab, R, D, SINKS_A, BLOCK_R, BLOCK_S, BLOCK_N, SPLITS,
-                                        REBASED_A, HAS_START_A, PRECISION)  # fmt: skip
+            acc, low, total = read_span(q, QSA, KA, VA, COUNT_A, START_A, b, g, rows, split, scale, asqb, asqh, askb,
+                                        askg, askn, asvb, asvg, asvn, acb, aab, R, D, BLOCK_D, SINKS_A, BLOCK_R, BLOCK_S,
+                                        BLOCK_N, SPLITS, REBASED_A, HAS_START_A, PRECISION)  # fmt: skip
         else:
             acc, low, total = read_span(q, QSB, KB, VB, COUNT_B, START_B, b, g - GA, rows, split, scale, bsqb, bsqh, bskb,
-                                        bskg, bskn, bsvb, bsvg, bsvn, bcb, bab, R, D, SINKS_B, BLOCK_R, BLOCK_S, BLOCK_N,
-                                        SPLITS, REBASED_B, HAS_START_B, PRECISION)  # fmt: skip
+                                        bskg, bskn, bsvb, bsvg, bsvn, bcb, bab, R, D, BLOCK_D, SINKS_B, BLOCK_R, BLOCK_S,
+                                        BLOCK_N, SPLITS, REBASED_B, HAS_START_B, PRECISION)  # fmt: skip
     else:
-        acc, low, total = read_span(q, QSA, KA, VA, COUNT_A, START_A, b, g, rows, split, scale, asqb, asqh, askb, askg,
-                                    askn, asvb, asvg, asvn, acb, aab, R, D, SINKS_A, BLOCK_R, BLOCK_S, BLOCK_N, SPLITS,
-                                    REBASED_A, HAS_START_A, PRECISION)  # fmt: skip
+        acc, low, total = read_span(q, QSA, KA, VA, COUNT_A, START_A, b, g, rows, split, scale, asqb, asqh, askb,
+                                    askg, askn, asvb, asvg, asvn, acb, aab, R, D, BLOCK_D, SINKS_A, BLOCK_R, BLOCK_S,
+                                    BLOCK_N, SPLITS, REBASED_A, HAS_START_A, PRECISION)  # fmt: skip
     real = rows < R
     to = (b * H + h) * SPLITS + split
     some = tl.where(total > 0, total, 1.0)
-    tl.store(PARTS + to[:, None] * D + d[None, :], acc / some[:, None], mask=real[:, None])
+    tl.store(PARTS + to[:, None] * D + d[None, :], acc / some[:, None], mask=wide(real[:, None], d[None, :], D, BLOCK_D))
     tl.store(LSE + to, tl.where(total > 0, low + tl.log2(some), float("-inf")), mask=real)
 
 
 @triton.jit
-def join_kernel(PARTS, LSE, OUT, sob, soh, H, D: tl.constexpr, SPLITS: tl.constexpr):
+def join_kernel(PARTS, LSE, OUT, sob, soh, H, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
     """OUT [B, H, D] from the parts, weighted by their softmax mass; 0 for a row that sees nothing."""
     bh = tl.program_id(0).to(tl.int64)
-    n, d = tl.arange(0, SPLITS), tl.arange(0, D)
+    n, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     lse = tl.load(LSE + bh * SPLITS + n)
     high = tl.max(lse, 0)
     weight = tl.exp2(lse - tl.where(high == float("-inf"), 0.0, high))
-    parts = tl.load(PARTS + (bh * SPLITS + n)[:, None] * D + d[None, :])
+    parts = tl.load(PARTS + (bh * SPLITS + n)[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
     mass = tl.sum(weight, 0)
     out = tl.sum(parts * weight[:, None], 0) / tl.where(mass > 0, mass, 1.0)
-    tl.store(OUT + bh // H * sob + bh % H * soh + d, out.to(OUT.dtype.element_ty))
+    tl.store(OUT + bh // H * sob + bh % H * soh + d, out.to(OUT.dtype.element_ty), mask=d < D)

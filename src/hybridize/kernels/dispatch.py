@@ -18,7 +18,11 @@ from hybridize.errors import HybridizeError, bad
 
 logger = logging.get_logger(__name__)
 MODES = ("auto", "reference", "triton")
-HEAD_DIMS = (16, 32, 64, 96, 128, 256)
+HEAD_DIMS = "a multiple of 8 from 16 to 256"
+
+
+def head_dim_fits(head_dim: int) -> bool:
+    return 16 <= head_dim <= 256 and head_dim % 8 == 0
 
 
 def mode() -> str:
@@ -75,8 +79,8 @@ def kernels_for(name: str, q: Tensor, dropout: float = 0.0) -> Any:
 def _why_not(name: str, q: Tensor, dropout: float) -> str | None:
     if load(name) is None:
         return "the kernels need the triton and hybridize packages"
-    if q.shape[-1] not in HEAD_DIMS:
-        return f"head_dim is {q.shape[-1]}, the kernels have {HEAD_DIMS}"
+    if not head_dim_fits(q.shape[-1]):
+        return f"head_dim is {q.shape[-1]}, the kernels take {HEAD_DIMS}"
     if dropout:
         return "the kernels have no attention dropout"
     return _proven(q)

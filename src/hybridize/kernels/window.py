@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from hybridize.errors import bad
-from hybridize.kernels.dispatch import HEAD_DIMS
+from hybridize.kernels.dispatch import HEAD_DIMS, head_dim_fits
 from hybridize.kernels.window_backward_triton import dkv_kernel, dq_kernel
 from hybridize.kernels.window_triton import LOG2E, forward_kernel
 
@@ -49,8 +49,8 @@ def window_attention(
     Raises:
         HybridizeError: a head_dim or number of sinks that the kernels do not have.
     """
-    if q.shape[-1] not in HEAD_DIMS:
-        raise bad("head_dim", q.shape[-1], f"one of {HEAD_DIMS}")
+    if not head_dim_fits(q.shape[-1]):
+        raise bad("head_dim", q.shape[-1], HEAD_DIMS)
     if sink_k.shape[2] > 128:
         raise bad("sinks", sink_k.shape[2], "at most 128")
     sizes = (size,) * k.shape[1] if isinstance(size, int) else size
@@ -96,7 +96,8 @@ class _Window(torch.autograd.Function):
         where = (starts, starts if counts is None else counts, sizes_on(q.device, sizes))
         blocks = _blocks(r, d, False)
         shape = {
-            "R": r, "D": d, "SINKS": sink_k.shape[2], "BLOCK_S": max(16, triton.next_power_of_2(max(1, sink_k.shape[2]))),
+            "R": r, "D": d, "BLOCK_D": triton.next_power_of_2(d),
+            "SINKS": sink_k.shape[2], "BLOCK_S": max(16, triton.next_power_of_2(max(1, sink_k.shape[2]))),
             "REBASED": q_sink is not None, "HAS_COUNTS": counts is not None,
             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
@@ -131,7 +132,7 @@ class _Window(torch.autograd.Function):
         dk = torch.empty(b, k.shape[2], g, d, dtype=k.dtype, device=k.device).transpose(1, 2)
         dv = torch.empty_like(dk)
         strides = [n for x in (q, k, v, do, dk) for n in x.stride()[:3]]
-        kept = {name: shape[name] for name in ("R", "D", "HAS_COUNTS", "PRECISION")}
+        kept = {name: shape[name] for name in ("R", "D", "BLOCK_D", "HAS_COUNTS", "PRECISION")}
         dkv_kernel[(triton.cdiv(k.shape[2], blocks["BLOCK_N"]), b * g)](
             q, k, v, do, lse, delta, dk, dv, *where, *strides, g, t, past, scale * LOG2E, scale,
             **kept, **blocks, **_warps(blocks, d),

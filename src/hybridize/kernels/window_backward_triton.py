@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridize.kernels.window_triton import bounds, rows_of
+from hybridize.kernels.window_triton import bounds, rows_of, wide
 
 
 @triton.jit
@@ -20,17 +20,18 @@ def probabilities(q, k, scale, lse, PRECISION: tl.constexpr):
 
 @triton.jit
 def dq_band(dq, q, do, lse, delta, k_base, v_base, skn, svn, start, stop, columns, t, past, size, first, scale,
-            D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    n, d = tl.arange(0, BLOCK_N), tl.arange(0, D)
+            D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     for begin in range(start, stop, BLOCK_N):
         here = begin + n
         at = tl.cast(begin, tl.int64)
         k_at = k_base + at * skn + n[None, :] * skn + d[:, None]
         v_at = v_base + at * svn + n[None, :] * svn + d[:, None]
-        if MASKED:
-            inside = here < columns
-            k = tl.load(k_at, mask=inside[None, :], other=0.0)
-            v = tl.load(v_at, mask=inside[None, :], other=0.0)
+        inside = here < columns
+        if MASKED or BLOCK_D != D:
+            both = wide(inside[None, :], d[:, None], D, BLOCK_D)
+            k, v = tl.load(k_at, mask=both, other=0.0), tl.load(v_at, mask=both, other=0.0)
         else:
             k, v = tl.load(k_at), tl.load(v_at)
         p = probabilities(q, k, scale, lse, PRECISION)
@@ -48,7 +49,7 @@ def dq_kernel(
     sqb, sqh, sqt, skb, skg, skn, svb, svg, svn, ssb, ssg, ssn, stb, stg, stn, srb, srh, srt, sob, soh, sot,
     sdb, sdh, sdt, spb, sph, spt,
     G, T, past, scale, natural,
-    R: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REBASED: tl.constexpr, HAS_COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """DQ (and DQS) [B, H, T, D], DELTA [B, H, T], DSK and DSV [B, G, blocks, SINKS, D]; `natural` is scale without log2(e)."""
@@ -57,28 +58,30 @@ def dq_kernel(
     begin = tl.load(STARTS + b).to(tl.int32)
     size = tl.load(SIZES + g)
     head, t, real = rows_of(pid, BLOCK_T, BLOCK_M, T, R)
-    d, n = tl.arange(0, D), tl.arange(0, BLOCK_S)
+    d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     p0 = pid * BLOCK_T
     row, h = t.to(tl.int64), g * R + head
     flat = (b * G * R + h) * T + row
     if HAS_COUNTS:  # padding has no gradient, and what came in for it is not looked at
         real = real & (t < tl.load(COUNTS + b))
-    q = tl.load(Q + b * sqb + h[:, None] * sqh + row[:, None] * sqt + d[None, :], mask=real[:, None], other=0.0)
-    do = tl.load(DO + b * sdb + h[:, None] * sdh + row[:, None] * sdt + d[None, :], mask=real[:, None], other=0.0)
-    out = tl.load(OUT + b * sob + h[:, None] * soh + row[:, None] * sot + d[None, :], mask=real[:, None], other=0.0)
+    rows = wide(real[:, None], d[None, :], D, BLOCK_D)
+    q = tl.load(Q + b * sqb + h[:, None] * sqh + row[:, None] * sqt + d[None, :], mask=rows, other=0.0)
+    do = tl.load(DO + b * sdb + h[:, None] * sdh + row[:, None] * sdt + d[None, :], mask=rows, other=0.0)
+    out = tl.load(OUT + b * sob + h[:, None] * soh + row[:, None] * sot + d[None, :], mask=rows, other=0.0)
     lse = tl.load(LSE + flat, mask=real, other=float("inf"))
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
-    dq = tl.zeros([BLOCK_M, D], tl.float32)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     stored = (head < R) & (t < T)
     tl.store(DELTA + flat, delta, mask=stored)
+    stored = wide(stored[:, None], d[None, :], D, BLOCK_D)
     dq_at = b * spb + h[:, None] * sph + row[:, None] * spt + d[None, :]
     if SINKS > 0:
-        few = (n < SINKS)[:, None]
+        few = wide((n < SINKS)[:, None], d[None, :], D, BLOCK_D)
         sk = tl.load(SK + b * ssb + g * ssg + n[:, None] * ssn + d[None, :], mask=few, other=0.0)
         sv = tl.load(SV + b * stb + g * stg + n[:, None] * stn + d[None, :], mask=few, other=0.0)
         near = q
         if REBASED:
-            near = tl.load(QS + b * srb + h[:, None] * srh + row[:, None] * srt + d[None, :], mask=real[:, None], other=0.0)
+            near = tl.load(QS + b * srb + h[:, None] * srh + row[:, None] * srt + d[None, :], mask=rows, other=0.0)
         left = ((begin + t)[:, None] - n[None, :] >= size) & (n < SINKS)[None, :]
         p = tl.where(left, probabilities(near, tl.trans(sk), scale, lse, PRECISION), 0.0)
         ds = p * (tl.dot(do, tl.trans(sv), input_precision=PRECISION) - delta[:, None])
@@ -88,7 +91,7 @@ def dq_kernel(
         tl.store(DSV + part, tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION), mask=few)
         mine = tl.dot(ds.to(sk.dtype), sk, input_precision=PRECISION)
         if REBASED:
-            tl.store(DQS + dq_at, (mine * natural).to(DQS.dtype.element_ty), mask=stored[:, None])
+            tl.store(DQS + dq_at, (mine * natural).to(DQS.dtype.element_ty), mask=stored)
         else:
             dq += mine
     first = tl.maximum(past - begin, 0)
@@ -96,27 +99,28 @@ def dq_kernel(
     k_base, v_base = K + b * skb + g * skg, V + b * svb + g * svg
     columns = T + past
     dq = dq_band(dq, q, do, lse, delta, k_base, v_base, skn, svn, start, plain, columns, t, past, size, first, scale,
-                 D, BLOCK_N, True, PRECISION)  # fmt: skip
+                 D, BLOCK_D, BLOCK_N, True, PRECISION)  # fmt: skip
     dq = dq_band(dq, q, do, lse, delta, k_base, v_base, skn, svn, plain, until, columns, t, past, size, first, scale,
-                 D, BLOCK_N, False, PRECISION)  # fmt: skip
+                 D, BLOCK_D, BLOCK_N, False, PRECISION)  # fmt: skip
     dq = dq_band(dq, q, do, lse, delta, k_base, v_base, skn, svn, until, stop, columns, t, past, size, first, scale,
-                 D, BLOCK_N, True, PRECISION)  # fmt: skip
-    tl.store(DQ + dq_at, (dq * natural).to(DQ.dtype.element_ty), mask=stored[:, None])
+                 D, BLOCK_D, BLOCK_N, True, PRECISION)  # fmt: skip
+    tl.store(DQ + dq_at, (dq * natural).to(DQ.dtype.element_ty), mask=stored)
 
 
 @triton.jit
 def dkv_rows(dk, dv, k, v, q_base, do_base, LSE, DELTA, sqh, sqt, sdh, sdt, first_flat, start, stop, T, count, c, past,
-             size, first, scale, R: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
-             MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+             size, first, scale, R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+             BLOCK_M: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Positions start..stop of the queries that see a block of key columns c [N]; k and v are [D, N]."""
-    m, d = tl.arange(0, BLOCK_M), tl.arange(0, D)
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     head = m // BLOCK_T
     for begin in range(start, stop, BLOCK_T):
         t = begin + m % BLOCK_T
         real = (head < R) & (t < count)
         row = t.to(tl.int64)
-        q = tl.load(q_base + head[:, None] * sqh + row[:, None] * sqt + d[None, :], mask=real[:, None], other=0.0)
-        do = tl.load(do_base + head[:, None] * sdh + row[:, None] * sdt + d[None, :], mask=real[:, None], other=0.0)
+        rows = wide(real[:, None], d[None, :], D, BLOCK_D)
+        q = tl.load(q_base + head[:, None] * sqh + row[:, None] * sqt + d[None, :], mask=rows, other=0.0)
+        do = tl.load(do_base + head[:, None] * sdh + row[:, None] * sdt + d[None, :], mask=rows, other=0.0)
         lse = tl.load(LSE + first_flat + head * T + row, mask=real, other=float("inf"))  # weight 0
         delta = tl.load(DELTA + first_flat + head * T + row, mask=real, other=0.0)
         p = probabilities(q, k, scale, lse, PRECISION)
@@ -134,8 +138,8 @@ def dkv_kernel(
     Q, K, V, DO, LSE, DELTA, DK, DV, STARTS, COUNTS, SIZES,
     sqb, sqh, sqt, skb, skg, skn, svb, svg, svn, sdb, sdh, sdt, spb, spg, spn,
     G, T, past, scale, natural,
-    R: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_COUNTS: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """DK, DV [B, G, past + T, D] of one block of key columns and one group; every query head of the group adds to it."""
     pid, bg = tl.program_id(0), tl.program_id(1)
@@ -145,15 +149,15 @@ def dkv_kernel(
     count = T
     if HAS_COUNTS:
         count = tl.minimum(tl.load(COUNTS + b).to(tl.int32), T)
-    n, d = tl.arange(0, BLOCK_N), tl.arange(0, D)
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     c0 = pid * BLOCK_N
     c = c0 + n
     inside = c < T + past
     at = tl.cast(c0, tl.int64)
     k_at = K + b * skb + g * skg + at * skn + n[None, :] * skn + d[:, None]
     v_at = V + b * svb + g * svg + at * svn + n[None, :] * svn + d[:, None]
-    k = tl.load(k_at, mask=inside[None, :], other=0.0)
-    v = tl.load(v_at, mask=inside[None, :], other=0.0)
+    both = wide(inside[None, :], d[:, None], D, BLOCK_D)
+    k, v = tl.load(k_at, mask=both, other=0.0), tl.load(v_at, mask=both, other=0.0)
     first = tl.maximum(past - begin, 0)
     start = tl.maximum(c0 - past, 0)
     stop = tl.minimum(tl.minimum(c0 + BLOCK_N - 1, T + past - 1) - past + size, count)
@@ -162,15 +166,16 @@ def dkv_kernel(
     plain = tl.minimum(start + tl.cdiv(tl.maximum(all_from - start, 0), BLOCK_T) * BLOCK_T, tl.maximum(stop, start))
     until = plain + tl.maximum(tl.minimum(c0 - past + size, stop) - plain, 0) // BLOCK_T * BLOCK_T
     until = tl.where((c0 >= first) & (c0 + BLOCK_N <= T + past), until, plain)
-    dk, dv = tl.zeros([BLOCK_N, D], tl.float32), tl.zeros([BLOCK_N, D], tl.float32)
+    dk, dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     q_base, do_base = Q + b * sqb + g * R * sqh, DO + b * sdb + g * R * sdh
     flat = (b * G + g) * R * T
     dk, dv = dkv_rows(dk, dv, k, v, q_base, do_base, LSE, DELTA, sqh, sqt, sdh, sdt, flat, start, plain, T, count, c, past,
-                      size, first, scale, R, D, BLOCK_T, BLOCK_M, True, PRECISION)  # fmt: skip
+                      size, first, scale, R, D, BLOCK_D, BLOCK_T, BLOCK_M, True, PRECISION)  # fmt: skip
     dk, dv = dkv_rows(dk, dv, k, v, q_base, do_base, LSE, DELTA, sqh, sqt, sdh, sdt, flat, plain, until, T, count, c, past,
-                      size, first, scale, R, D, BLOCK_T, BLOCK_M, False, PRECISION)  # fmt: skip
+                      size, first, scale, R, D, BLOCK_D, BLOCK_T, BLOCK_M, False, PRECISION)  # fmt: skip
     dk, dv = dkv_rows(dk, dv, k, v, q_base, do_base, LSE, DELTA, sqh, sqt, sdh, sdt, flat, until, stop, T, count, c, past,
-                      size, first, scale, R, D, BLOCK_T, BLOCK_M, True, PRECISION)  # fmt: skip
+                      size, first, scale, R, D, BLOCK_D, BLOCK_T, BLOCK_M, True, PRECISION)  # fmt: skip
     to = b * spb + g * spg + at * spn + n[:, None] * spn + d[None, :]
-    tl.store(DK + to, (dk * natural).to(DK.dtype.element_ty), mask=inside[:, None])
-    tl.store(DV + to, dv.to(DV.dtype.element_ty), mask=inside[:, None])
+    kept = wide(inside[:, None], d[None, :], D, BLOCK_D)
+    tl.store(DK + to, (dk * natural).to(DK.dtype.element_ty), mask=kept)
+    tl.store(DV + to, dv.to(DV.dtype.element_ty), mask=kept)

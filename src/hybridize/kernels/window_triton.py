@@ -22,6 +22,14 @@ def rows_of(pid, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, T, R):
 
 
 @triton.jit
+def wide(mask, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A mask of rows, and of real dimensions where the block has more of them than the head (96 in 128)."""
+    if BLOCK_D != D:
+        mask = mask & (d < D)
+    return mask
+
+
+@triton.jit
 def softmax_step(acc, low, total, s, v, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """One block of the online softmax. s [M, N], base-2 logits, -inf where hidden; v [N, D]."""
     high = tl.maximum(low, tl.max(s, 1))
@@ -35,18 +43,19 @@ def softmax_step(acc, low, total, s, v, DTYPE: tl.constexpr, PRECISION: tl.const
 
 @triton.jit
 def band(acc, low, total, q, k_base, v_base, skn, svn, start, stop, columns, t, past, size, first, scale,
-         D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+         D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+         PRECISION: tl.constexpr):  # fmt: skip
     """Key columns start..stop. Column c is seen by the query at t where t + past - size < c <= t + past and c >= first."""
-    n, d = tl.arange(0, BLOCK_N), tl.arange(0, D)
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     for begin in range(start, stop, BLOCK_N):
         here = begin + n
         at = tl.cast(begin, tl.int64)
         k_at = k_base + at * skn + n[None, :] * skn + d[:, None]
         v_at = v_base + at * svn + n[:, None] * svn + d[None, :]
-        if MASKED:
-            inside = here < columns
-            k = tl.load(k_at, mask=inside[None, :], other=0.0)
-            v = tl.load(v_at, mask=inside[:, None], other=0.0)
+        inside = here < columns
+        if MASKED or BLOCK_D != D:
+            k = tl.load(k_at, mask=wide(inside[None, :], d[:, None], D, BLOCK_D), other=0.0)
+            v = tl.load(v_at, mask=wide(inside[:, None], d[None, :], D, BLOCK_D), other=0.0)
         else:
             k, v = tl.load(k_at), tl.load(v_at)
         s = tl.dot(q, k, input_precision=PRECISION) * scale
@@ -75,7 +84,7 @@ def forward_kernel(
     Q, K, V, SK, SV, QS, OUT, LSE, STARTS, COUNTS, SIZES,
     sqb, sqh, sqt, skb, skg, skn, svb, svg, svn, ssb, ssg, ssn, stb, stg, stn, srb, srh, srt, sob, soh, sot,
     G, T, past, scale,
-    R: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REBASED: tl.constexpr, HAS_COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """OUT [B, H, T, D] and LSE [B, H, T] (base 2) of one block of positions and one group."""
@@ -84,29 +93,33 @@ def forward_kernel(
     begin = tl.load(STARTS + b).to(tl.int32)  # content position of the chunk's first query
     size = tl.load(SIZES + g)  # of the group's window; a full span's is larger than any position
     head, t, real = rows_of(pid, BLOCK_T, BLOCK_M, T, R)
-    d = tl.arange(0, D)
+    d = tl.arange(0, BLOCK_D)
     p0 = pid * BLOCK_T
     row = t.to(tl.int64)
     h = g * R + head
+    rows = wide(real[:, None], d[None, :], D, BLOCK_D)
     out_at = OUT + b * sob + h[:, None] * soh + row[:, None] * sot + d[None, :]
     if HAS_COUNTS:
         if p0 >= tl.load(COUNTS + b):  # padding alone
-            tl.store(out_at, tl.zeros([BLOCK_M, D], OUT.dtype.element_ty), mask=real[:, None])
+            tl.store(out_at, tl.zeros([BLOCK_M, BLOCK_D], OUT.dtype.element_ty), mask=rows)
             tl.store(LSE + (b * G * R + h) * T + row, tl.zeros([BLOCK_M], tl.float32), mask=real)
             return
-    q = tl.load(Q + b * sqb + h[:, None] * sqh + row[:, None] * sqt + d[None, :], mask=real[:, None], other=0.0)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    q = tl.load(Q + b * sqb + h[:, None] * sqh + row[:, None] * sqt + d[None, :], mask=rows, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     low = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS > 0:
         if begin + p0 + BLOCK_T > size:  # some row has left a sink behind its window
             n = tl.arange(0, BLOCK_S)
-            sk = tl.load(SK + b * ssb + g * ssg + n[None, :] * ssn + d[:, None], mask=(n < SINKS)[None, :], other=0.0)
-            sv = tl.load(SV + b * stb + g * stg + n[:, None] * stn + d[None, :], mask=(n < SINKS)[:, None], other=0.0)
+            few = n < SINKS
+            sk_at, sv_at = SK + b * ssb + g * ssg, SV + b * stb + g * stg
+            sk_mask, sv_mask = wide(few[None, :], d[:, None], D, BLOCK_D), wide(few[:, None], d[None, :], D, BLOCK_D)
+            sk = tl.load(sk_at + n[None, :] * ssn + d[:, None], mask=sk_mask, other=0.0)
+            sv = tl.load(sv_at + n[:, None] * stn + d[None, :], mask=sv_mask, other=0.0)
             near = q
             if REBASED:
                 at = QS + b * srb + h[:, None] * srh + row[:, None] * srt + d[None, :]
-                near = tl.load(at, mask=real[:, None], other=0.0)
+                near = tl.load(at, mask=rows, other=0.0)
             s = tl.dot(near, sk, input_precision=PRECISION) * scale
             left = ((begin + t)[:, None] - n[None, :] >= size) & (n < SINKS)[None, :]
             acc, low, total = softmax_step(acc, low, total, tl.where(left, s, float("-inf")), sv, sv.dtype, PRECISION)
@@ -115,11 +128,11 @@ def forward_kernel(
     k_base, v_base = K + b * skb + g * skg, V + b * svb + g * svg
     columns = T + past
     acc, low, total = band(acc, low, total, q, k_base, v_base, skn, svn, start, plain, columns, t, past, size, first, scale,
-                           D, BLOCK_N, True, PRECISION)  # fmt: skip
+                           D, BLOCK_D, BLOCK_N, True, PRECISION)  # fmt: skip
     acc, low, total = band(acc, low, total, q, k_base, v_base, skn, svn, plain, until, columns, t, past, size, first, scale,
-                           D, BLOCK_N, False, PRECISION)  # fmt: skip
+                           D, BLOCK_D, BLOCK_N, False, PRECISION)  # fmt: skip
     acc, low, total = band(acc, low, total, q, k_base, v_base, skn, svn, until, stop, columns, t, past, size, first, scale,
-                           D, BLOCK_N, True, PRECISION)  # fmt: skip
+                           D, BLOCK_D, BLOCK_N, True, PRECISION)  # fmt: skip
     total = tl.where(total > 0, total, 1.0)  # rows that are none
-    tl.store(out_at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
+    tl.store(out_at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=rows)
     tl.store(LSE + (b * G * R + h) * T + row, low + tl.log2(total), mask=real)
