@@ -165,6 +165,14 @@ def test_prompts_are_shared_out_over_lengths(capsys, base, tmp_path):
     assert len(scores.samples) == 3 and scores.provenance["lengths"] == [760, 900]
 
 
+def test_convert_from_duo_attentions_table(capsys, base, tmp_path):
+    (tmp_path / "gates.tsv").write_text("0.9\t0.1\t0.2\n0.3\t0.8\t0.0\n0.1\t0.2\t0.7\n")
+    words = ["convert", base, "--scores", tmp_path / "gates.tsv", "--out", tmp_path / "out", *SMALL[:4], "--budget", 0.34]
+    code, _, err = run(capsys, *words, *PROVE)
+    assert code == 0, err
+    assert hz.AttentionPlan.load(tmp_path / "out" / "plan.json").kept_groups == [(0, 0), (1, 1), (2, 2)]
+
+
 def test_dry_run_writes_nothing(capsys, base, tmp_path):
     code, out, err = run(capsys, "convert", base, "--out", tmp_path / "out", "--dry-run", *SMALL)
     assert code == 0, err
@@ -192,6 +200,7 @@ def material(base, tmp_path_factory):
     plan = make_plan(make_base("llama"), "window").save(folder / "plan.json")
     (folder / "cut_plan.json").write_text(plan.read_text()[:200])
     hz.Scores("layer", [[1.0, 2.0, 3.0]], {"identity": "another"}).save(folder / "other_scores.json")
+    (folder / "two.tsv").write_text("0.5\t0.1\n0.3\t0.2\n")
     (folder / "cut_scores.json").write_text('{"format": "hybridize-sc')
     (folder / "full").mkdir()
     (folder / "full" / "file").write_text("mine")
@@ -213,6 +222,7 @@ CASES = {
     "missing plan": (["eval", "{b}", "--plan", "{m}/none.json"], "existing file"),
     "scores of another base": (["convert", "{b}", "--scores", "{m}/other_scores.json"], "identity"),
     "truncated scores": (["convert", "{b}", "--scores", "{m}/cut_scores.json"], "corrupted or truncated"),
+    "scores of another shape": (["convert", "{b}", "--scores", "{m}/two.tsv"], "scores"),
     "plan and scores": (["convert", "{b}", "--plan", "{m}/plan.json", "--scores", "{m}/cut_scores.json"], "at most one"),
     "truncated weights": (["convert", "{m}/cut", *SMALL], "model"),
     "budget above 1": (["convert", "{b}", "--budget", 1.5], "budget"),

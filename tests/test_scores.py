@@ -77,7 +77,7 @@ def test_not_finite():
 def test_duo_attention_table(tmp_path):
     path = tmp_path / "full_attention_heads.tsv"
     path.write_text("0.1\t0.9\n1.0\t0.0\n")
-    scores = Scores.from_duo_attention(path)
+    scores = Scores.load(path)
     assert scores.top_groups(0.5, 2) == [(0, 1), (1, 0)]
     path.write_text("0.1\tx\n")
     with pytest.raises(HybridizeError, match="DuoAttention"):

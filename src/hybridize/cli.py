@@ -48,7 +48,9 @@ Perplexity = Annotated[list[str] | None, typer.Option(help="A .txt or .jsonl sco
 Long = Annotated[list[str] | None, typer.Option(help="A LongBench .jsonl or LongMemEval .json; repeatable.")]
 Drift = Annotated[int, typer.Option(help="Tokens of a long generation, base against hybrid; 0: none.")]
 Limit = Annotated[int | None, typer.Option(help="Only the first so many rows (views) of each set.")]
-ScoresFile = Annotated[Path | None, typer.Option("--scores", help="A scores.json to use instead of scoring.")]
+ScoresFile = Annotated[
+    Path | None, typer.Option("--scores", help="A scores.json, or DuoAttention's .tsv of gates, to use instead of scoring.")
+]
 
 
 @app.callback(invoke_without_command=True)

@@ -20,7 +20,7 @@ from hybridize.files import write_json
 from hybridize.options import lengths_of, load_model, proof_of
 from hybridize.plan import AttentionPlan
 from hybridize.report.comparison import summary, write_comparison
-from hybridize.results import results, where
+from hybridize.results import results
 from hybridize.runs import RunFolder, quiet_libraries
 from hybridize.terminal import Terminal
 from hybridize.verbs import note_resume, write_run
@@ -49,11 +49,10 @@ def evaluate(terminal: Terminal, model: str, out: Path, plan: Path | None, witho
         if _told(terminal, run, asked, list(plans), hybrid, proof, options["dry_run"]):
             return
         seconds: dict[str, float] = {}
-        measured = run.step("where", where)
         with counted(seconds, "prove"):
             rows = prove(run, loaded, hybrid, plans, proof, terminal.report)
     terminal.close()
-    write_run(run, model, chosen, None, rows, seconds, {"model": model}, **measured)
+    write_run(run, model, chosen, None, rows, seconds, {"model": model}, **run.where)
     folder = run.finish()
     terminal.quality_table(rows)
     terminal.task_table(rows)
@@ -77,7 +76,6 @@ def compare(terminal: Terminal, sources: list[str], out: Path, model: str | None
             if _told(terminal, run, todo, names, hybrid, asked.proof, options["dry_run"]):
                 return
         seconds: dict[str, float] = {}
-        measured = run.step("where", where)
         with counted(seconds, "score"):
             found = candidates(run, asked, loaded, hybrid, terminal.report)
         for each in found:
@@ -86,7 +84,7 @@ def compare(terminal: Terminal, sources: list[str], out: Path, model: str | None
             rows = run_comparison(run, asked, loaded, hybrid, found, todo, options, terminal.report)
     terminal.close()
     dtype = str(loaded.model.dtype).removeprefix("torch.")
-    made = _write(run, asked, found, base, rows, seconds, {**measured, "dtype": dtype})
+    made = _write(run, asked, found, base, rows, seconds, {**run.where, "dtype": dtype})
     folder = run.finish()
     terminal.comparison_table(summary(rows, made["entries"], asked.match_at))
     terminal.seconds_table(seconds)
@@ -106,11 +104,10 @@ def bench(terminal: Terminal, out: Path, device: str, overwrite: bool, **options
     run = RunFolder(out, {"verb": "bench", "device": device, "ask": vars(ask)}, overwrite)
     note_resume(terminal, run)
     with quiet_libraries():
-        measured = run.step("where", where)
         rows, facts = run_bench(ask, torch.device(device), run.step, terminal.report)
     terminal.close()
     run.begin()
-    made = results(f"speed_{ask.shape}", rows, facts=facts, ask=vars(ask), **measured)
+    made = results(f"speed_{ask.shape}", rows, facts=facts, ask=vars(ask), **run.where)
     write_json(run.path / "bench.json", made)
     folder = run.finish()
     terminal.speed_table(rows, facts)

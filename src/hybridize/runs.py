@@ -14,6 +14,7 @@ from typing import Any
 
 from hybridize.errors import HybridizeError, bad
 from hybridize.files import check_format, check_output_folder, dump_json, read_json, replace_folder, sync_tree, write_json
+from hybridize.results import where
 
 FORMAT, FORMAT_VERSION = "hybridize-run", 1
 
@@ -59,8 +60,15 @@ class RunFolder:
     def begin(self) -> None:
         """Make the folder, when the first thing is about to be written: a refused question leaves nothing behind."""
         if not (self.path / "run.json").exists():
+            write_json(self.path / "where.json", where())
             write_json(self.path / "run.json", self.asked)
             self.log(f"started: {self.config}")
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """Device, versions and commit of the machine that began the run: another one may finish it."""
+        path = self.path / "where.json"
+        return read_json(path, "where") if path.exists() else where()
 
     def log(self, text: str) -> None:
         """Append a line with the time to log.txt."""

@@ -88,6 +88,16 @@ class Scores:
         combine: Callable[..., np.ndarray] = np.max if reduce == "max" else np.mean
         return Scores("group", combine(grouped, axis=-1), {**self.provenance, "reduce": reduce})
 
+    def check_shape(self, layers: int, kv_heads: int, heads: int) -> None:
+        """Refuse a table of another model's shape.
+
+        Raises:
+            HybridizeError: not one value for each layer, group or head.
+        """
+        expected = {"layer": (layers,), "group": (layers, kv_heads), "head": (layers, heads)}[self.unit]
+        if self.values.shape != expected:
+            raise bad("scores", f"{self.values.shape} {self.unit}s", f"{expected}, as the model has")
+
     def stability(self, budget: float, draws: int = 1000, seed: int = 0) -> np.ndarray:
         """Bootstrap over samples: how often each unit is among those kept at `budget`, 0..1, shape of `values`."""
         rng = np.random.default_rng(seed)
@@ -139,6 +149,9 @@ class Scores:
 
     @classmethod
     def load(cls, path: str | Path) -> Scores:
+        """A scores.json, or DuoAttention's .tsv of gates."""
+        if Path(path).suffix == ".tsv":
+            return cls.from_duo_attention(path)
         return cls.from_dict(read_json(path, "scores"))
 
     @classmethod

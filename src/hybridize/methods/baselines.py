@@ -53,6 +53,7 @@ def baseline_plan(name: str, match: AttentionPlan, context: int, sinks: int = 4)
 def matched_plan(scores: Scores, match: AttentionPlan, context: int, cheap: Window, provenance: Any) -> AttentionPlan:
     """The most needed units of a score table that fit into the cache bytes of `match` at `context` tokens."""
     geometry = match.geometry
+    scores.check_shape(geometry.layers, geometry.kv_heads, geometry.heads)
     if scores.unit == "head":
         scores = scores.to_groups(geometry.kv_heads)
     units = scores.ranking()

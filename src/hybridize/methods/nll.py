@@ -63,9 +63,11 @@ def score(
 
 def plan_from_scores(scores: Scores, base: AttentionPlan, cheap: Window, budget: float) -> AttentionPlan:
     """Keep the budget's share of units with the highest scores."""
-    pairs = scores.top_groups(budget, base.geometry.kv_heads)
+    geometry = base.geometry
+    scores.check_shape(geometry.layers, geometry.kv_heads, geometry.heads)
+    pairs = scores.top_groups(budget, geometry.kv_heads)
     provenance = {"method": "nll", "selector": scores.provenance.get("scorer", "unknown"), "budget": budget}
-    return AttentionPlan.from_groups(base.geometry, pairs, cheap, {**provenance, "unit": scores.unit})
+    return AttentionPlan.from_groups(geometry, pairs, cheap, {**provenance, "unit": scores.unit})
 
 
 def periodic_layers(layers: int, keep: int) -> list[list[int]]:
