@@ -12,9 +12,11 @@ import hybridize as hz
 from conftest import make_base, make_plan, make_tokenizer
 from hybridize import comparison
 from hybridize.data import ruler
+from hybridize.data.choice import load_items
 from hybridize.data.ruler import cached_prompts, ruler_prompts
 from hybridize.data.text import bundled_text
 from hybridize.entries import entry_of, make_comparison, read_comparison
+from hybridize.evaluation import suite
 from hybridize.evaluation.estimate import estimate
 from hybridize.evaluation.suite import Measure, Proof
 from hybridize.report.comparison import headline, mark
@@ -273,3 +275,21 @@ def test_tokenizer_without_padding_or_template(capsys, material, tmp_path):
     model.generation_config.eos_token_id = int(model(torch.tensor([rows[0]])).logits[0, -1].argmax())
     short, long = greedy_texts(model, spy, rows, [9, 9])
     assert short[1:] == [2] * 8 or long[1:] == [2] * 8
+
+
+def test_limits_reach_every_file_of_a_folder(tmp_path, tokenizer):
+    for i in range(4):
+        rows = [{"sentence_good": f"{i} {j} good", "sentence_bad": f"{i} {j} bad"} for j in range(10)]
+        (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    items = suite._first(load_items(tmp_path), 8, spread=True)
+    assert [item.pairs[0][1].split()[0] for item in items] == list("00112233")
+    assert suite._first(list(range(5)), 3, spread=False) == [0, 1, 2] and suite._first([1], 3, spread=True) == [1]
+
+
+def test_two_files_of_one_kind_are_refused(tmp_path, tokenizer):
+    rows = [{"question": "Q", "answer": "A", "context": [["T", ["x."]]]}]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    proof = Proof(qa=(str(tmp_path / "a.json"), str(tmp_path / "b.json")))
+    with pytest.raises(hz.HybridizeError, match="at most one"):
+        suite.measures(tokenizer, proof, lambda name, make: make())

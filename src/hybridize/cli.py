@@ -47,7 +47,9 @@ Choice = Annotated[list[str] | None, typer.Option(help="A jsonl set or a folder 
 Perplexity = Annotated[list[str] | None, typer.Option(help="A .txt or .jsonl scored with a sliding stride; repeatable.")]
 Long = Annotated[list[str] | None, typer.Option(help="A LongBench .jsonl or LongMemEval .json; repeatable.")]
 Drift = Annotated[int, typer.Option(help="Tokens of a long generation, base against hybrid; 0: none.")]
-Limit = Annotated[int | None, typer.Option(help="Only the first so many rows (views) of each set.")]
+Limit = Annotated[
+    int | None, typer.Option(help="Only so many rows (views) of each set: the first, or spread over a folder's files.")
+]
 ScoresFile = Annotated[
     Path | None, typer.Option("--scores", help="A scores.json, or DuoAttention's .tsv of gates, to use instead of scoring.")
 ]

@@ -26,6 +26,7 @@ from hybridize.results import quality_row
 from hybridize.runs import RunFolder
 from hybridize.scores import Scores
 
+DRIFT_PROMPT = 512  # tokens before a long generation, about
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 Report = Callable[[str, float, int], None]  # (what, done, of)
 
@@ -147,7 +148,7 @@ def check_lengths(plan: AttentionPlan, proof: Proof) -> None:
     """Refuse lengths at which the plan would meet RoPE distances that the base never saw."""
     plan.check_context(max(proof.lengths), "length")
     plan.check_context(proof.view or 1, "view")
-    plan.check_context(proof.drift, "drift")
+    plan.check_context(proof.drift + DRIFT_PROMPT if proof.drift else 1, "drift")
 
 
 def measure(

@@ -139,6 +139,8 @@ def _ruler(tokenizer: Any, proof: Proof, text: Callable[[], str]) -> list[Measur
     """Batches of as many prompts as fit, tasks side by side: decoding costs what its longest answer costs."""
     tasks: list[tuple[str, Task, str]] = [(name, TASKS[name], "") for name in proof.ruler]
     tasks += [(*load_questions(file), Path(file).read_text(encoding="utf-8")) for file in proof.qa]
+    if len({name for name, _, _ in tasks}) < len(tasks):
+        raise bad("qa", proof.qa, "at most one SQuAD file (qa_1) and one HotpotQA file (qa_2)")
 
     @cache
     def made(length: int) -> list[RulerPrompt]:
@@ -167,7 +169,7 @@ def _ruler(tokenizer: Any, proof: Proof, text: Callable[[], str]) -> list[Measur
 def _choices(tokenizer: Any, proof: Proof) -> list[Measure]:
     found = []
     for file in proof.choice:
-        items = load_items(file)[: proof.limit]
+        items = _first(load_items(file), proof.limit, spread=Path(file).is_dir())
 
         def run(model: Any, tick: Tick, file: str = file, items: Any = items) -> list[Cell]:
             tokens = min(proof.batch_tokens, CHOICE_TOKENS)
@@ -177,6 +179,13 @@ def _choices(tokenizer: Any, proof: Proof) -> list[Measure]:
         characters = sum(len(context) + len(continuation) for item in items for context, continuation in item.pairs)
         found.append(Measure(f"choice-{Path(file).stem}", "choice", characters // 4, 0, run))
     return found
+
+
+def _first(items: list[Any], limit: int | None, spread: bool) -> list[Any]:
+    """The first `limit` items, or as many spread evenly where the set is a folder of files."""
+    if limit is None or limit >= len(items):
+        return items
+    return [items[i * len(items) // limit] for i in range(limit)] if spread else items[:limit]
 
 
 def _perplexities(tokenizer: Any, proof: Proof, text: Callable[[], str]) -> list[Measure]:

@@ -35,7 +35,14 @@ def summary(rows: Sequence[Mapping[str, Any]], entries: Sequence[Mapping[str, An
         mine = [row for row in rows if row["selector"] == entry["name"]]
         cells = [next((row for row in mine if _key(row) == key and _whole(row)), None) for key in keys]
         costs = {name: mine[0][f"{name}_ratio"] for name in ("cache", "prefill", "decode")}
-        lines.append({**entry, **costs, "cells": [None if c is None else {**c, "mark": mark(c)} for c in cells]})
+        lines.append(
+            {
+                **entry,
+                **costs,
+                "kept": mine[0]["budget"],
+                "cells": [None if c is None else {**c, "mark": mark(c)} for c in cells],
+            }
+        )
     return {"heads": [label(*key) for key in keys], "match_at": match_at, "lines": lines}
 
 
