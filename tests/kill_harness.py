@@ -21,10 +21,11 @@ torch.set_num_threads(1)
 
 from hybridize import files, verbs, workflows  # noqa: E402  threads are set first
 from hybridize.data.text import bundled_text  # noqa: E402
+from hybridize.evaluation import suite  # noqa: E402
 from hybridize.terminal import Terminal  # noqa: E402
 
-# what a run leaves that holds times or dates
-TIMED = {"log.txt", "metrics.json", "report.html"}
+# what a run leaves that holds times, dates or the state of the checkout
+TIMED = {"log.txt", "metrics.json", "report.html", "where.json"}
 
 
 def digest(folder):
@@ -96,7 +97,7 @@ def child(model, out, kill_at):
 def main():
     model, work = sys.argv[1], Path(sys.argv[2])
     short = bundled_text("calibration")[:3000]
-    workflows.load_text = lambda *_: [short]  # the whole text would be tokenized again in every run
+    workflows.load_text = suite.load_text = lambda *_: [short]  # the whole text would be tokenized again in every run
     _, writes = child(model, work / "unkilled", -1)
     expected = digest(work / "unkilled")
     assert "model.safetensors" in expected and "scores.json" in expected and "plan.json" in expected
