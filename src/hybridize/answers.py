@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hybridize.data.needles import Prompt
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -50,16 +52,25 @@ def collate(prompts: Sequence[Prompt], device: torch.device | str) -> Batch:
 
 def batches(prompts: Sequence[Prompt], tokens: int, device: torch.device | str, rows: int | None = None) -> Iterator[Batch]:
     """Batches of at most `tokens` padded tokens and `rows` prompts (at least one each), in the given order."""
-    start = 0
-    while start < len(prompts):
-        stop, longest = start + 1, len(prompts[start].ids)
-        while stop < len(prompts):
-            wider = max(longest, len(prompts[stop].ids))
-            if wider * (stop + 1 - start) > tokens or stop - start == rows:
-                break
-            longest, stop = wider, stop + 1
-        yield collate(prompts[start:stop], device)
-        start = stop
+    for chosen in within_tokens(prompts, lambda prompt: len(prompt.ids), tokens, rows):
+        yield collate(chosen, device)
+
+
+def within_tokens(
+    items: Iterable[Item], width: Callable[[Item], int], tokens: int, rows: int | None = None
+) -> Iterator[list[Item]]:
+    """Neighbours whose padded widths are at most `tokens` together, and at most `rows` of them (at least one each)."""
+    chosen: list[Item] = []
+    widest = 0
+    for item in items:
+        wider = max(widest, width(item))
+        if chosen and (wider * (len(chosen) + 1) > tokens or len(chosen) == rows):
+            yield chosen
+            chosen, wider = [], width(item)
+        chosen.append(item)
+        widest = wider
+    if chosen:
+        yield chosen
 
 
 def left_pad(rows: Sequence[Sequence[int]], device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -70,6 +81,12 @@ def left_pad(rows: Sequence[Sequence[int]], device: torch.device | str) -> tuple
     for row, each in enumerate(rows):
         ids[row, longest - len(each) :], mask[row, longest - len(each) :] = torch.tensor(each), 1
     return ids.to(device), mask.to(device)
+
+
+def filler(tokenizer: Any) -> int:
+    """What fills up a row that ended early: padding, else the end token, neither of which decodes to text; else 0."""
+    found = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return 0 if found is None else found
 
 
 def answer_logits(model: Any, hidden: Tensor, batch: Batch) -> Tensor:
@@ -110,9 +127,8 @@ def greedy_texts(model: Any, tokenizer: Any, rows: Sequence[Sequence[int]], new_
     A row that ends early is filled up with the padding or end token, never with one that decodes to text.
     """
     ids, mask = left_pad(rows, model.device)
-    end = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=max(new_tokens), do_sample=False, pad_token_id=0 if end is None else end
+        ids, attention_mask=mask, max_new_tokens=max(new_tokens), do_sample=False, pad_token_id=filler(tokenizer)
     )
     answers = [row[:room] for row, room in zip(out[:, ids.shape[1] :].tolist(), new_tokens, strict=True)]
     return tokenizer.batch_decode(answers, skip_special_tokens=True)

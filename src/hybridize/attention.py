@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hybridize.cache import HybridCache
 from hybridize.errors import bad
 from hybridize.kernels.dispatch import kernels_for, prepare
-from hybridize.operators.contract import Chunk, Heads, State
+from hybridize.operators.contract import Chunk, Heads, OneToken
 from hybridize.operators.registry import build_operator
 from hybridize.plan import AttentionPlan
 
@@ -136,20 +136,23 @@ class HybridAttention(nn.Module):
         v = self.v_proj(hidden).view(shape).transpose(1, 2)
         q, k = apply_rotary_pos_emb(q_raw, k_raw, *context.rotation)
         states = context.cache.states(self.layer) if context.cache is not None else [None] * len(self.operators)
-        if q.shape[2] == 1 and context.cache is not None and (kernels := self._decode_kernels(q)) is not None:
-            joined = self._one_token(kernels, q, k, v, q_raw, k_raw, hidden, context, states)
-            return self.o_proj(joined.transpose(1, 2).reshape(*hidden.shape[:-1], -1)), {}
-        outputs, aux, first = [], {}, 0
-        for operator, groups, state in zip(self.operators, self.span_sizes, states, strict=True):
-            heads = slice(first * self.group_size, (first + groups) * self.group_size)
-            span = slice(first, first + groups)
-            out, extra = operator(self._heads(q, k, v, q_raw, k_raw, hidden, heads, span, context), state)
+        spans = self._spans(q, k, v, q_raw, k_raw, hidden, context)
+        one_token = q.shape[2] == 1 and context.cache is not None
+        kernels = self._decode_kernels(q) if one_token else None
+        outputs: list[Tensor | None] = []
+        views, aux, first = [], {}, 0
+        for operator, groups, heads, state in zip(self.operators, self.span_sizes, spans, states, strict=True):
+            view = operator.one_token(heads, state) if kernels is not None else None
+            out, extra = operator(heads, state) if view is None else (None, {})
             outputs.append(out)
+            views.append(view)
             aux.update({f"{first}.{name}": value for name, value in extra.items()})
             first += groups
+        if any(view is not None for view in views):
+            outputs = self._share_launch(kernels, q, spans, views, outputs)
         # [B, T, H, D] is what o_proj reads, and what kernels write
-        outputs = [out.transpose(1, 2) for out in outputs]
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        parts = [out.transpose(1, 2) for out in outputs if out is not None]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return self.o_proj(joined.reshape(*hidden.shape[:-1], -1)), aux
 
     def _decode_kernels(self, q: Tensor) -> Any:
@@ -157,46 +160,42 @@ class HybridAttention(nn.Module):
             return None  # no backward
         return kernels_for("decode", q, self.attention_dropout if self.training else 0.0)
 
-    def _one_token(
+    def _share_launch(
         self,
         kernels: Any,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_raw: Tensor,
-        k_raw: Tensor,
-        hidden: Tensor,
-        context: LayerContext,
-        states: Sequence[State | None],
-    ) -> Tensor:
-        """[B, H, 1, D]: one token a row, all spans that can in one launch, the others one by one."""
-        seen, ran, first = [], [], 0
-        for operator, groups, state in zip(self.operators, self.span_sizes, states, strict=True):
-            heads = slice(first * self.group_size, (first + groups) * self.group_size)
-            given = self._heads(q, k, v, q_raw, k_raw, hidden, heads, slice(first, first + groups), context)
-            assert state is not None
-            view = operator.one_token(given, state)
-            ran.append(operator(given, state)[0] if view is None else None)
-            if view is not None:
-                seen.append((view, q[:, heads]))
-            first += groups
-        if not seen:
-            return torch.cat(ran, dim=1)
-        none, views = q.new_empty(0), [view for view, _ in seen]
+        spans: Sequence[Heads],
+        views: Sequence[OneToken | None],
+        outputs: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """Outputs with those of the spans that have a view filled in, by one launch over all of them; [B, H, 1, D] each."""
+        chosen = [(heads, view) for heads, view in zip(spans, views, strict=True) if view is not None]
+        none, seen = q.new_empty(0), [view for _, view in chosen]
         out = kernels.one_token_attention(
-            q if len(seen) == len(ran) else torch.cat([part for _, part in seen], dim=1),
-            [view.k for view in views],
-            [view.v for view in views],
-            [view.count for view in views],
-            [none.long() if view.start is None else view.start for view in views],
-            [none if view.q_sink is None else view.q_sink for view in views],
-            [view.sinks for view in views],
+            q if len(chosen) == len(spans) else torch.cat([heads.q for heads, _ in chosen], dim=1),
+            [view.k for view in seen],
+            [view.v for view in seen],
+            [view.count for view in seen],
+            [none.long() if view.start is None else view.start for view in seen],
+            [none if view.q_sink is None else view.q_sink for view in seen],
+            [view.sinks for view in seen],
             self.scaling,
         )
-        if len(seen) == len(ran):
-            return out
-        parts = iter(out.split([part.shape[1] for _, part in seen], dim=1))
-        return torch.cat([next(parts) if own is None else own for own in ran], dim=1)
+        if len(chosen) == 1 == len(spans):
+            return [out]
+        parts = iter(out.split([heads.q.shape[1] for heads, _ in chosen], dim=1))
+        return [next(parts) if own is None else own for own in outputs]
+
+    def _spans(
+        self, q: Tensor, k: Tensor, v: Tensor, q_raw: Tensor, k_raw: Tensor, hidden: Tensor, context: LayerContext
+    ) -> list[Heads]:
+        """What each operator is given, in memory order."""
+        made, first = [], 0
+        for groups in self.span_sizes:
+            heads = slice(first * self.group_size, (first + groups) * self.group_size)
+            made.append(self._heads(q, k, v, q_raw, k_raw, hidden, heads, slice(first, first + groups), context))
+            first += groups
+        return made
 
     def _heads(
         self,

@@ -11,7 +11,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from hybridize.errors import HybridizeError, bad
 from hybridize.operators.contract import Chunk, State
 from hybridize.operators.registry import build_operator
-from hybridize.operators.snapkv import SnapState
 from hybridize.plan import AttentionPlan
 
 
@@ -135,7 +134,7 @@ class HybridCache(Cache):
         """
         prompt_len = prompt_len.to(torch.int64)
         states = [state for layer in self.layers for state in layer.states]
-        if any(isinstance(s, SnapState) and s.done for s in states) and not torch.equal(prompt_len, self.prompt_len):
+        if any(state.prompt_is_closed for state in states) and not torch.equal(prompt_len, self.prompt_len):
             raise bad("prompt_len", prompt_len.tolist(), "the first prompt's: SnapKV has dropped tokens (use a new cache)")
         self.prompt_len = prompt_len
 

@@ -12,7 +12,7 @@ import torch
 
 from hybridize.entries import Comparison, Entry
 from hybridize.errors import bad
-from hybridize.evaluation.cells import Cell, against, average, average_against
+from hybridize.evaluation.cells import Cell, average, average_against
 from hybridize.evaluation.statistics import holm
 from hybridize.evaluation.suite import Measure
 from hybridize.files import read_json
@@ -25,7 +25,7 @@ from hybridize.plan import FORMAT as PLAN_FORMAT
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.runs import RunFolder
 from hybridize.scores import Scores
-from hybridize.workflows import Report, compute_scores, hybrid_of, measure, plan_head, silent
+from hybridize.workflows import Report, compute_scores, hybrid_of, measure, paired_rows, plan_head, silent
 
 
 @dataclass
@@ -43,6 +43,11 @@ class Candidate:
     @property
     def component(self) -> str:
         return "+".join(f"{part}_off" for part in self.without) or "all"
+
+
+def base_candidate(plan: AttentionPlan) -> Candidate:
+    """The base itself, which every comparison starts with."""
+    return Candidate("full", "base", plan, tokens=0, seconds=0.0)
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------
@@ -95,9 +100,8 @@ def _candidate(
 
 
 def _from_path(entry: Entry, path: Path, match: AttentionPlan, at: int, asked: Comparison) -> Candidate:
-    identity = match.geometry.identity
     if path.suffix == ".tsv":
-        scores = Scores.from_duo_attention(path, identity)
+        scores = Scores.load(path)
     elif path.is_dir():
         plan = AttentionPlan.load(path / "plan.json")
         metrics = read_json(path / "metrics.json", "metrics") if (path / "metrics.json").is_file() else {}
@@ -109,8 +113,7 @@ def _from_path(entry: Entry, path: Path, match: AttentionPlan, at: int, asked: C
         if isinstance(data, dict) and data.get("format") == PLAN_FORMAT:
             return Candidate(entry.name, path.name, AttentionPlan.from_dict(data))
         scores = Scores.from_dict(data)
-    if (theirs := scores.provenance.get("identity")) and theirs != identity:
-        raise bad("scores.identity", theirs, f"{identity!r}, as the model has (these scores were made for another base)")
+    scores.check_identity(match.geometry.identity)
     provenance = {"method": "scores", "selector": scores.provenance.get("scorer", path.stem), "unit": scores.unit}
     return Candidate(entry.name, path.name, matched_plan(scores, match, at, asked.ask.cheap, provenance))
 
@@ -121,16 +124,13 @@ def _from_path(entry: Entry, path: Path, match: AttentionPlan, at: int, asked: C
 def compare(
     run: RunFolder,
     asked: Comparison,
-    loaded: Loaded,
     model: Any,
-    found: Sequence[Candidate],
+    everyone: Sequence[Candidate],
     measures: Sequence[Measure],
     options: dict[str, Any],
     report: Report = silent,
 ) -> list[dict[str, Any]]:
-    """Rows of the base and every candidate; a step a measure and plan, so that a killed run goes on where it was."""
-    base_plan = AttentionPlan.base(model.plan.geometry)
-    everyone = [Candidate("full", "base", base_plan, tokens=0, seconds=0.0), *found]
+    """Rows of every candidate, the base first; a step a measure and plan, so that a killed run goes on where it was."""
     rows: list[dict[str, Any]] = []
     base: list[Cell] | None = None
     for i, each in enumerate(everyone):
@@ -155,7 +155,7 @@ def candidate_rows(
     theirs = {cell.key: cell for cell in base or ()}
     head = plan_head(each.name, each.plan, asked.proof.seed, asked.match_at)
     head |= {"component": each.component, "conversion_tokens": each.tokens, "conversion_seconds": each.seconds}
-    rows = [head | cell.row() | (against(cell, theirs[cell.key]) if theirs else {}) for cell in cells]
+    rows = paired_rows(head, cells, base)
     main = [row for row in rows if "p" in row and row["depth"] is None and row.get("positions", [0])[0] == 0]
     for row, p in zip(main, holm([row["p"] for row in main]), strict=True):
         row["p_holm"] = p

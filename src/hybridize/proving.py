@@ -10,7 +10,7 @@ import torch
 
 from hybridize.benchmark.run import Bench
 from hybridize.benchmark.run import bench as run_bench
-from hybridize.comparison import Candidate, candidates, entry_facts
+from hybridize.comparison import Candidate, base_candidate, candidates, entry_facts
 from hybridize.comparison import compare as run_comparison
 from hybridize.entries import Comparison, entry_of, make_comparison, read_comparison
 from hybridize.errors import bad
@@ -50,7 +50,7 @@ def evaluate(terminal: Terminal, model: str, out: Path, plan: Path | None, witho
             return
         seconds: dict[str, float] = {}
         with counted(seconds, "prove"):
-            rows = prove(run, loaded, hybrid, plans, proof, terminal.report)
+            rows = prove(run, loaded, hybrid, plans, proof, terminal.report, asked)
     terminal.close()
     write_run(run, model, chosen, None, rows, seconds, {"model": model}, **run.where)
     folder = run.finish()
@@ -77,14 +77,14 @@ def compare(terminal: Terminal, sources: list[str], out: Path, model: str | None
                 return
         seconds: dict[str, float] = {}
         with counted(seconds, "score"):
-            found = candidates(run, asked, loaded, hybrid, terminal.report)
-        for each in found:
+            everyone = [base_candidate(base), *candidates(run, asked, loaded, hybrid, terminal.report)]
+        for each in everyone:
             check_lengths(each.plan, asked.proof)
         with counted(seconds, "prove"):
-            rows = run_comparison(run, asked, loaded, hybrid, found, todo, options, terminal.report)
+            rows = run_comparison(run, asked, hybrid, everyone, todo, options, terminal.report)
     terminal.close()
     dtype = str(loaded.model.dtype).removeprefix("torch.")
-    made = _write(run, asked, found, base, rows, seconds, {**run.where, "dtype": dtype})
+    made = _write(run, asked, everyone, rows, seconds, {**run.where, "dtype": dtype})
     folder = run.finish()
     terminal.comparison_table(summary(rows, made["entries"], asked.match_at))
     terminal.seconds_table(seconds)
@@ -126,16 +126,14 @@ def _comparison(sources: list[str], model: str | None, options: dict[str, Any]) 
 def _write(
     run: RunFolder,
     asked: Comparison,
-    found: list[Candidate],
-    base: AttentionPlan,
+    everyone: list[Candidate],
     rows: list[dict[str, Any]],
     seconds: dict[str, float],
     measured: dict[str, Any],
 ) -> dict[str, Any]:
     run.begin()
-    everyone = [Candidate("full", "base", base, tokens=0, seconds=0.0), *found]
     entries = [entry_facts(each, asked, measured["dtype"]) for each in everyone]
-    for each in found:
+    for each in everyone[1:]:
         each.plan.save(run.path / "plans" / f"{each.name}.json")
     how: dict[str, Any] = {"match_at": asked.match_at, "contexts": list(asked.contexts), "prove": asked.proof.as_config()}
     how |= {"select": asked.ask.as_config(), "model": Path(asked.model).name, **measured}

@@ -88,6 +88,16 @@ class Scores:
         combine: Callable[..., np.ndarray] = np.max if reduce == "max" else np.mean
         return Scores("group", combine(grouped, axis=-1), {**self.provenance, "reduce": reduce})
 
+    def check_identity(self, identity: str) -> None:
+        """Refuse scores of another base; a table that names none (an imported one) fits any.
+
+        Raises:
+            HybridizeError: made for another base.
+        """
+        theirs = self.provenance.get("identity")
+        if theirs and theirs != identity:
+            raise bad("scores.identity", theirs, f"{identity!r}, as the model has (these scores were made for another base)")
+
     def check_shape(self, layers: int, kv_heads: int, heads: int) -> None:
         """Refuse a table of another model's shape.
 

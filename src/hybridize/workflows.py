@@ -14,7 +14,6 @@ import numpy as np
 from hybridize.conversion import convert
 from hybridize.data.needles import KINDS, Prompt, needle_prompts
 from hybridize.data.text import load_text
-from hybridize.errors import bad
 from hybridize.evaluation.cells import Cell, against, merged
 from hybridize.evaluation.suite import Measure, Proof, measures
 from hybridize.geometry import geometry_of
@@ -118,28 +117,34 @@ def plan_of_scores(scores: Scores, base: AttentionPlan, ask: Selection) -> Atten
     Raises:
         HybridizeError: scores of another base.
     """
-    identity, mine = scores.provenance.get("identity"), base.geometry.identity
-    if identity and identity != mine:
-        raise bad("scores.identity", identity, f"{mine!r}, as the model has (these scores were made for another base)")
+    scores.check_identity(base.geometry.identity)
     return plan_from_scores(scores, base, ask.cheap, ask.budget)
 
 
 def prove(
-    run: RunFolder, loaded: Loaded, model: Any, plans: dict[str, AttentionPlan], proof: Proof, report: Report = silent
+    run: RunFolder,
+    loaded: Loaded,
+    model: Any,
+    plans: dict[str, AttentionPlan],
+    proof: Proof,
+    report: Report = silent,
+    asked: Sequence[Measure] | None = None,
 ) -> list[dict[str, Any]]:
     """Quality rows of every plan on the same items, each with its costs as shares of the base's.
 
-    The first plan is the base; rows of the others have their paired difference from it.
+    The first plan is the base; rows of the others have their paired difference from it. `asked`: the proof's measures, where
+    they are made already.
     """
     for plan in plans.values():
         check_lengths(plan, proof)
-    asked = measures(loaded.tokenizer, proof, run.step)
+    if asked is None:
+        asked = measures(loaded.tokenizer, proof, run.step)
     rows: list[dict[str, Any]] = []
     base: list[Cell] | None = None
     for i, (name, plan) in enumerate(plans.items()):
         with model.temporary_plan(plan):
             cells = measure(run, asked, name, model, report, i, len(plans))
-        rows += plan_rows(name, plan, proof, cells, base)
+        rows += paired_rows(plan_head(name, plan, proof.seed, max(proof.lengths)), cells, base)
         base = base or cells
     return rows
 
@@ -174,12 +179,9 @@ def _cells(each: Measure, model: Any, tick: Callable[[int, int], None]) -> list[
     return [cell.to_dict() for cell in each.run(model, tick)]
 
 
-def plan_rows(
-    name: str, plan: AttentionPlan, proof: Proof, cells: Sequence[Cell], base: Sequence[Cell] | None, **more: Any
-) -> list[dict[str, Any]]:
-    """A row a cell, with its paired difference from the base's cells where those are given."""
-    found = {} if base is None else {cell.key: cell for cell in base}
-    head = plan_head(name, plan, proof.seed, max(proof.lengths)) | more
+def paired_rows(head: dict[str, Any], cells: Sequence[Cell], base: Sequence[Cell] | None) -> list[dict[str, Any]]:
+    """A row a cell behind `head`, with its paired difference from the base's cells where those are given."""
+    found = {cell.key: cell for cell in base or ()}
     return [head | cell.row() | (against(cell, found[cell.key]) if found else {}) for cell in cells]
 
 

@@ -15,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from hybridize.answers import answer_hits, answer_log_probability, batches, left_pad, run_answers
+from hybridize.answers import answer_hits, answer_log_probability, batches, filler, left_pad, run_answers
 from hybridize.data.needles import Prompt
 from hybridize.errors import bad
 from hybridize.loading import Loaded, load
@@ -150,7 +150,7 @@ class HybridLM(TemplateLM):
             rows,
             attention_mask=mask,
             max_new_tokens=tokens,
-            pad_token_id=self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0,
+            pad_token_id=filler(self.tokenizer),
             **options,
         )
         texts = self.tokenizer.batch_decode(out[:, rows.shape[1] :], skip_special_tokens=True)

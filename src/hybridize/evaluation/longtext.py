@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridize.answers import greedy_texts
+from hybridize.answers import greedy_texts, within_tokens
 from hybridize.data.longtext import LongItem, long_prompt
 from hybridize.evaluation.cells import Cell
 
@@ -86,17 +86,10 @@ def long_answers(model: Any, tokenizer: Any, items: Sequence[LongItem], limit: i
     prompts = [long_prompt(tokenizer, item, limit) for item in items]
     order = sorted(range(len(items)), key=lambda i: (items[i].new_tokens, len(prompts[i])))
     answers = [""] * len(items)
-    while order:
-        chosen = order[:1]
-        for i in order[1:]:
-            width = max(len(prompts[j]) + items[j].new_tokens for j in [*chosen, i])
-            if width * (len(chosen) + 1) > batch_tokens:
-                break
-            chosen.append(i)
+    for chosen in within_tokens(order, lambda i: len(prompts[i]) + items[i].new_tokens, batch_tokens):
         texts = greedy_texts(model, tokenizer, [prompts[i] for i in chosen], [items[i].new_tokens for i in chosen])
         for i, text in zip(chosen, texts, strict=True):
             answers[i] = text
-        order = order[len(chosen) :]
     return answers
 
 

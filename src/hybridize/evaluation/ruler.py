@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hybridize.answers import greedy_texts
+from hybridize.answers import greedy_texts, within_tokens
 from hybridize.data.ruler import RulerPrompt
 from hybridize.errors import bad
 from hybridize.evaluation.cells import Cell
@@ -28,23 +28,10 @@ def ruler_answers(
     the answer it gives alone.
     """
     answered: list[tuple[RulerPrompt, str]] = []
-    for batch in _batches(prompts, batch_tokens):
+    for batch in within_tokens(prompts, lambda prompt: len(prompt.ids) + prompt.new_tokens, batch_tokens):
         texts = greedy_texts(model, tokenizer, [p.ids for p in batch], [p.new_tokens for p in batch])
         answered += zip(batch, texts, strict=True)
     return answered
-
-
-def _batches(prompts: Iterable[RulerPrompt], tokens: int) -> Iterator[list[RulerPrompt]]:
-    """Neighbours, at most `tokens` padded tokens together."""
-    batch: list[RulerPrompt] = []
-    for prompt in prompts:
-        width = max(len(p.ids) + p.new_tokens for p in [*batch, prompt])
-        if batch and width * (len(batch) + 1) > tokens:
-            yield batch
-            batch = []
-        batch.append(prompt)
-    if batch:
-        yield batch
 
 
 def ruler_cells(answered: Sequence[tuple[RulerPrompt, str]]) -> list[Cell]:

@@ -135,6 +135,11 @@ class State:
         """Take in the chunk's keys and values [B, G, T, D]."""
         raise NotImplementedError
 
+    @property
+    def prompt_is_closed(self) -> bool:
+        """Whether tokens of the prompt were dropped for good, so that no other prompt can follow."""
+        return False
+
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.k, self.v) if tensor is not None]
 

@@ -129,6 +129,10 @@ class SnapState(State):
         self.votes: Tensor | None = None
         self.done = False
 
+    @property
+    def prompt_is_closed(self) -> bool:
+        return self.done
+
     def kv(self) -> tuple[Tensor, Tensor]:
         assert self.k is not None and self.v is not None
         return self.k, self.v
