@@ -229,6 +229,7 @@ TABLES = {
         "base-ruler": (base_ruler, "base_smollm2"),
         "base-sets": (base_sets, "base_smollm2"),
         "batches": (batches, "batch_agreement"),
+        "batches-h200": (batches, "batch_agreement_h200"),
         "drift": (drift, "drift_smollm2"),
     },
     "docs/nll.md": {
