@@ -141,6 +141,7 @@ class HybridAttention(nn.Module):
         kernels = self._decode_kernels(q) if one_token else None
         outputs: list[Tensor | None] = []
         views, aux, first = [], {}, 0
+        room = self._room(q, spans)
         for operator, groups, heads, state in zip(self.operators, self.span_sizes, spans, states, strict=True):
             view = operator.one_token(heads, state) if kernels is not None else None
             out, extra = operator(heads, state) if view is None else (None, {})
@@ -150,10 +151,25 @@ class HybridAttention(nn.Module):
             first += groups
         if any(view is not None for view in views):
             outputs = self._share_launch(kernels, q, spans, views, outputs)
-        # [B, T, H, D] is what o_proj reads, and what kernels write
-        parts = [out.transpose(1, 2) for out in outputs if out is not None]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        if room is None:
+            # [B, T, H, D] is what o_proj reads, and what kernels write
+            parts = [out.transpose(1, 2) for out in outputs if out is not None]
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        else:
+            joined = room
+            for heads, out in zip(spans, outputs, strict=True):
+                if heads.out is not None and out is not None and out is not heads.out:
+                    heads.out.copy_(out)
         return self.o_proj(joined.reshape(*hidden.shape[:-1], -1)), aux
+
+    def _room(self, q: Tensor, spans: Sequence[Heads]) -> Tensor | None:
+        """Memory [B, T, H, D] that spans may write their parts of; None: gradients are kept, or there is nothing to join."""
+        if len(spans) == 1 or q.shape[2] == 1 or (torch.is_grad_enabled() and q.requires_grad):
+            return None
+        joined = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+        for heads, part in zip(spans, joined.split([heads.q.shape[1] for heads in spans], dim=2), strict=True):
+            heads.out = part.transpose(1, 2)
+        return joined
 
     def _decode_kernels(self, q: Tensor) -> Any:
         if torch.is_grad_enabled() and q.requires_grad:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -43,7 +42,7 @@ def one_token_attention(
     groups = [x.shape[1] for x in k]
     r, g = h // sum(groups), sum(groups)
     longest = max(x.shape[2] for x in k)
-    splits = 1 << max(0, math.ceil(math.log2(min(max(1, PROGRAMS // (b * g)), max(1, longest // BLOCK_N)))))
+    splits = min(max(1, PROGRAMS // (b * g)), triton.cdiv(longest, BLOCK_N))
     out = torch.empty(b, 1, h, d, dtype=q.dtype, device=q.device).transpose(1, 2)
     parts = torch.empty(b, h, splits, d, dtype=torch.float32, device=q.device)
     lse = torch.empty(b, h, splits, dtype=torch.float32, device=q.device)
@@ -59,8 +58,8 @@ def one_token_attention(
             strides += [0 if x.shape[0] == 1 else x.stride(0) for x in (count[i], begin)]
         launched = sum(groups[i] for i in set(spans))
         decode_kernel[(splits, b * launched)](
-            q, parts, lse, *tensors, *q.stride()[:2], *strides, launched, h, groups[a], first * r, scale * LOG2E,
-            R=r, D=d, BLOCK_D=triton.next_power_of_2(d), BLOCK_R=max(16, triton.next_power_of_2(r)), SPLITS=splits,
+            q, parts, lse, *tensors, *q.stride()[:2], *strides, launched, h, groups[a], first * r, splits, scale * LOG2E,
+            R=r, D=d, BLOCK_D=triton.next_power_of_2(d), BLOCK_R=max(16, triton.next_power_of_2(r)),
             BLOCK_N=BLOCK_N if d <= 128 else 32,
             BLOCK_S=max(16, triton.next_power_of_2(max(1, *(sinks[i] for i in spans)))),
             SINKS_A=sinks[a], SINKS_B=sinks[spans[1]],
@@ -70,7 +69,16 @@ def one_token_attention(
         )  # fmt: skip
         first += launched
     join_kernel[(b * h,)](
-        parts, lse, out, *out.stride()[:2], h, D=d, BLOCK_D=triton.next_power_of_2(d), SPLITS=splits, num_warps=2
+        parts,
+        lse,
+        out,
+        *out.stride()[:2],
+        h,
+        splits,
+        D=d,
+        BLOCK_D=triton.next_power_of_2(d),
+        BLOCK_P=triton.next_power_of_2(splits),
+        num_warps=2,
     )
     return out
 

@@ -14,9 +14,9 @@ from hybridize.kernels.window_triton import softmax_step, wide
 
 
 @triton.jit
-def read_span(q, QS, K, V, COUNT, START, b, g, rows, split, scale, sqsb, sqsh, skb, skg, skn, svb, svg, svn, cb, ab,
+def read_span(q, QS, K, V, COUNT, START, b, g, rows, split, splits, scale, sqsb, sqsh, skb, skg, skn, svb, svg, svn, cb, ab,
               R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr, BLOCK_R: tl.constexpr,
-              BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, REBASED: tl.constexpr,
+              BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, REBASED: tl.constexpr,
               HAS_START: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """(acc, low, total) of one part of a span: columns below COUNT, from START on where it has one, sinks always."""
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -40,9 +40,9 @@ def read_span(q, QS, K, V, COUNT, START, b, g, rows, split, scale, sqsb, sqsh, s
             if REBASED:
                 at = QS + b * sqsb + (g * R + rows)[:, None] * sqsh + d[None, :]
                 near = tl.load(at, mask=wide((rows < R)[:, None], d[None, :], D, BLOCK_D), other=0.0)
-            s = tl.dot(near, sk, input_precision=PRECISION) * scale
-            acc, low, total = softmax_step(acc, low, total, tl.where(few[None, :], s, float("-inf")), sv, sv.dtype, PRECISION)
-    part = tl.cdiv(tl.cdiv(tl.maximum(count - begin, 0), SPLITS), BLOCK_N) * BLOCK_N
+            s = tl.where(few[None, :], tl.dot(near, sk, input_precision=PRECISION), float("-inf"))
+            acc, low, total = softmax_step(acc, low, total, s, sv, scale, sv.dtype, PRECISION)
+    part = tl.cdiv(tl.cdiv(tl.maximum(count - begin, 0), splits), BLOCK_N) * BLOCK_N
     first = begin + split * part
     last = tl.minimum(first + part, count)
     whole = first + tl.maximum(last - first, 0) // BLOCK_N * BLOCK_N
@@ -54,8 +54,8 @@ def read_span(q, QS, K, V, COUNT, START, b, g, rows, split, scale, sqsb, sqsh, s
             k, v = tl.load(k_at, mask=d[:, None] < D, other=0.0), tl.load(v_at, mask=d[None, :] < D, other=0.0)
         else:
             k, v = tl.load(k_at), tl.load(v_at)
-        s = tl.dot(q, k, input_precision=PRECISION) * scale
-        acc, low, total = softmax_step(acc, low, total, s, v, v.dtype, PRECISION)
+        s = tl.dot(q, k, input_precision=PRECISION)
+        acc, low, total = softmax_step(acc, low, total, s, v, scale, v.dtype, PRECISION)
     if whole < last:
         far = tl.cast(whole, tl.int64)
         inside = whole + n < last
@@ -65,8 +65,8 @@ def read_span(q, QS, K, V, COUNT, START, b, g, rows, split, scale, sqsb, sqsh, s
         v = tl.load(
             v_base + far * svn + n[:, None] * svn + d[None, :], mask=wide(inside[:, None], d[None, :], D, BLOCK_D), other=0.0
         )
-        s = tl.where(inside[None, :], tl.dot(q, k, input_precision=PRECISION) * scale, float("-inf"))
-        acc, low, total = softmax_step(acc, low, total, s, v, v.dtype, PRECISION)
+        s = tl.where(inside[None, :], tl.dot(q, k, input_precision=PRECISION), float("-inf"))
+        acc, low, total = softmax_step(acc, low, total, s, v, scale, v.dtype, PRECISION)
     return acc, low, total
 
 
@@ -77,12 +77,12 @@ def decode_kernel(
     sqb, sqh,
     asqb, asqh, askb, askg, askn, asvb, asvg, asvn, acb, aab,
     bsqb, bsqh, bskb, bskg, bskn, bsvb, bsvg, bsvn, bcb, bab,
-    G, H, GA, first_head, scale,
+    G, H, GA, first_head, splits, scale,
     R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SINKS_A: tl.constexpr, SINKS_B: tl.constexpr, REBASED_A: tl.constexpr,
+    BLOCK_N: tl.constexpr, SINKS_A: tl.constexpr, SINKS_B: tl.constexpr, REBASED_A: tl.constexpr,
     REBASED_B: tl.constexpr, HAS_START_A: tl.constexpr, HAS_START_B: tl.constexpr, TWO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """PARTS [B, H, SPLITS, D] (each part's own average) and LSE [B, H, SPLITS] of `G` groups, the first GA of span A."""
+    """PARTS [B, H, splits, D] (each part's own average) and LSE [B, H, splits] of `G` groups, the first GA of span A."""
     split, bg = tl.program_id(0), tl.program_id(1)
     b, g = (bg // G).to(tl.int64), (bg % G).to(tl.int64)
     rows, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
@@ -90,33 +90,35 @@ def decode_kernel(
     q = tl.load(Q + b * sqb + h[:, None] * sqh + d[None, :], mask=wide((rows < R)[:, None], d[None, :], D, BLOCK_D), other=0.0)
     if TWO:
         if g < GA:
-            acc, low, total = read_span(q, QSA, KA, VA, COUNT_A, START_A, b, g, rows, split, scale, asqb, asqh, askb,
+            acc, low, total = read_span(q, QSA, KA, VA, COUNT_A, START_A, b, g, rows, split, splits, scale, asqb, asqh, askb,
                                         askg, askn, asvb, asvg, asvn, acb, aab, R, D, BLOCK_D, SINKS_A, BLOCK_R, BLOCK_S,
-                                        BLOCK_N, SPLITS, REBASED_A, HAS_START_A, PRECISION)  # fmt: skip
+                                        BLOCK_N, REBASED_A, HAS_START_A, PRECISION)  # fmt: skip
         else:
-            acc, low, total = read_span(q, QSB, KB, VB, COUNT_B, START_B, b, g - GA, rows, split, scale, bsqb, bsqh, bskb,
-                                        bskg, bskn, bsvb, bsvg, bsvn, bcb, bab, R, D, BLOCK_D, SINKS_B, BLOCK_R, BLOCK_S,
-                                        BLOCK_N, SPLITS, REBASED_B, HAS_START_B, PRECISION)  # fmt: skip
+            acc, low, total = read_span(q, QSB, KB, VB, COUNT_B, START_B, b, g - GA, rows, split, splits, scale, bsqb, bsqh,
+                                        bskb, bskg, bskn, bsvb, bsvg, bsvn, bcb, bab, R, D, BLOCK_D, SINKS_B, BLOCK_R, BLOCK_S,
+                                        BLOCK_N, REBASED_B, HAS_START_B, PRECISION)  # fmt: skip
     else:
-        acc, low, total = read_span(q, QSA, KA, VA, COUNT_A, START_A, b, g, rows, split, scale, asqb, asqh, askb,
+        acc, low, total = read_span(q, QSA, KA, VA, COUNT_A, START_A, b, g, rows, split, splits, scale, asqb, asqh, askb,
                                     askg, askn, asvb, asvg, asvn, acb, aab, R, D, BLOCK_D, SINKS_A, BLOCK_R, BLOCK_S,
-                                    BLOCK_N, SPLITS, REBASED_A, HAS_START_A, PRECISION)  # fmt: skip
+                                    BLOCK_N, REBASED_A, HAS_START_A, PRECISION)  # fmt: skip
     real = rows < R
-    to = (b * H + h) * SPLITS + split
+    to = (b * H + h) * splits + split
     some = tl.where(total > 0, total, 1.0)
     tl.store(PARTS + to[:, None] * D + d[None, :], acc / some[:, None], mask=wide(real[:, None], d[None, :], D, BLOCK_D))
     tl.store(LSE + to, tl.where(total > 0, low + tl.log2(some), float("-inf")), mask=real)
 
 
 @triton.jit
-def join_kernel(PARTS, LSE, OUT, sob, soh, H, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
+def join_kernel(PARTS, LSE, OUT, sob, soh, H, splits, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                BLOCK_P: tl.constexpr):  # fmt: skip
     """OUT [B, H, D] from the parts, weighted by their softmax mass; 0 for a row that sees nothing."""
     bh = tl.program_id(0).to(tl.int64)
-    n, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-    lse = tl.load(LSE + bh * SPLITS + n)
+    n, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
+    lse = tl.load(LSE + bh * splits + n, mask=n < splits, other=float("-inf"))
     high = tl.max(lse, 0)
     weight = tl.exp2(lse - tl.where(high == float("-inf"), 0.0, high))
-    parts = tl.load(PARTS + (bh * SPLITS + n)[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
+    real = (n < splits)[:, None] & (d < D)[None, :]
+    parts = tl.load(PARTS + (bh * splits + n)[:, None] * D + d[None, :], mask=real, other=0.0)
     mass = tl.sum(weight, 0)
     out = tl.sum(parts * weight[:, None], 0) / tl.where(mass > 0, mass, 1.0)
     tl.store(OUT + bh // H * sob + bh % H * soh + d, out.to(OUT.dtype.element_ty), mask=d < D)

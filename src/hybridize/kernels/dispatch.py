@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.utils import logging
 
 from hybridize.errors import HybridizeError, bad
 
 logger = logging.get_logger(__name__)
 MODES = ("auto", "reference", "triton")
+CUDNN_FROM = 4096
+CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 HEAD_DIMS = "a multiple of 8 from 16 to 256"
 
 
@@ -74,6 +78,25 @@ def kernels_for(name: str, q: Tensor, dropout: float = 0.0) -> Any:
         raise HybridizeError(f"HYBRIDIZE_KERNELS: got 'triton', but {reason}")
     logger.warning_once(f"hybridize: plain torch runs instead of the {name} kernel: {reason}")
     return None
+
+
+def dense_backends(q: Tensor, dropout: float = 0.0) -> AbstractContextManager[Any]:
+    """Which of SDPA's backends full attention of queries q [B, H, T, D] runs on.
+
+    The rule, from results/speed_window_h200.json: cuDNN's for prompts of CUDNN_FROM tokens and more in half precision on a
+    Hopper GPU; else whatever PyTorch picks, which is what transformers runs.
+    """
+    if not _prefers_cudnn(q, dropout):
+        return nullcontext()
+    logger.info_once(f"hybridize: full attention of {CUDNN_FROM} tokens and more runs on cuDNN's SDPA")
+    return sdpa_kernel(CUDNN_FIRST, set_priority=True)
+
+
+def _prefers_cudnn(q: Tensor, dropout: float) -> bool:
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if q.device.type != "cuda" or q.shape[2] < CUDNN_FROM or q.shape[-1] > 128 or not half or dropout or mode() == "reference":
+        return False
+    return torch.cuda.get_device_capability(q.device)[0] == 9
 
 
 def _why_not(name: str, q: Tensor, dropout: float) -> str | None:

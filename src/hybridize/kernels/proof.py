@@ -18,7 +18,8 @@ ROWS, GROUPS, HEADS, TOKENS, SIZE, SINKS = 2, 2, 2, 150, 50, 4
 def why_wrong(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """None where every kernel agrees with attention written out, outputs and gradients; else what is wrong."""
     try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        devices = [device] if device.type == "cuda" else []
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(0)
             errors = {**_window_errors(device, dtype, head_dim), **_decode_errors(device, dtype, head_dim)}
     except Exception as error:  # a compiler's failure can be of any type, and the reference is there

@@ -9,13 +9,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridize.kernels.window_triton import bounds, rows_of, wide
+from hybridize.kernels.window_triton import rows_of, wide
 
 
 @triton.jit
 def probabilities(q, k, scale, lse, PRECISION: tl.constexpr):
     """softmax weights [M, N] from q [M, D], k [D, N] and base-2 logsumexp [M]."""
     return tl.exp2(tl.dot(q, k, input_precision=PRECISION) * scale - lse[:, None])
+
+
+@triton.jit
+def bounds(p0, T, past, size, first, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(start, first unmasked, end of unmasked, stop) of a block's key columns; unmasked is whole blocks from start on."""
+    start = tl.maximum(p0 + past - size + 1, first)
+    stop = tl.minimum(p0 + BLOCK_T, T) + past
+    all_see = tl.maximum(p0 + BLOCK_T - 1 + past - size + 1, first)  # from here on, and up to the first row's own
+    head = tl.cdiv(tl.maximum(all_see - start, 0), BLOCK_N) * BLOCK_N
+    plain = tl.minimum(start + head, stop)
+    until = plain + tl.maximum(p0 + past + 1 - plain, 0) // BLOCK_N * BLOCK_N
+    return start, plain, until, stop
 
 
 @triton.jit
@@ -45,10 +57,10 @@ def dq_band(dq, q, do, lse, delta, k_base, v_base, skn, svn, start, stop, column
 
 @triton.jit
 def dq_kernel(
-    Q, K, V, SK, SV, QS, OUT, DO, LSE, DELTA, DQ, DQS, DSK, DSV, STARTS, COUNTS, SIZES,
+    Q, K, V, SK, SV, QS, OUT, DO, LSE, DELTA, DQ, DQS, DSK, DSV, STARTS, COUNTS,
     sqb, sqh, sqt, skb, skg, skn, svb, svg, svn, ssb, ssg, ssn, stb, stg, stn, srb, srh, srt, sob, soh, sot,
     sdb, sdh, sdt, spb, sph, spt,
-    G, T, past, scale, natural,
+    G, T, past, size, scale, natural,
     R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REBASED: tl.constexpr, HAS_COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +68,6 @@ def dq_kernel(
     pid, bg = tl.program_id(0), tl.program_id(1)
     b, g = (bg // G).to(tl.int64), (bg % G).to(tl.int64)
     begin = tl.load(STARTS + b).to(tl.int32)
-    size = tl.load(SIZES + g)
     head, t, real = rows_of(pid, BLOCK_T, BLOCK_M, T, R)
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     p0 = pid * BLOCK_T
@@ -135,9 +146,9 @@ def dkv_rows(dk, dv, k, v, q_base, do_base, LSE, DELTA, sqh, sqt, sdh, sdt, firs
 
 @triton.jit
 def dkv_kernel(
-    Q, K, V, DO, LSE, DELTA, DK, DV, STARTS, COUNTS, SIZES,
+    Q, K, V, DO, LSE, DELTA, DK, DV, STARTS, COUNTS,
     sqb, sqh, sqt, skb, skg, skn, svb, svg, svn, sdb, sdh, sdt, spb, spg, spn,
-    G, T, past, scale, natural,
+    G, T, past, size, scale, natural,
     R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +156,6 @@ def dkv_kernel(
     pid, bg = tl.program_id(0), tl.program_id(1)
     b, g = (bg // G).to(tl.int64), (bg % G).to(tl.int64)
     begin = tl.load(STARTS + b).to(tl.int32)
-    size = tl.load(SIZES + g)
     count = T
     if HAS_COUNTS:
         count = tl.minimum(tl.load(COUNTS + b).to(tl.int32), T)

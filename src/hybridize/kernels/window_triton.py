@@ -2,7 +2,7 @@
 
 Rows of a program are `heads of the group x BLOCK_T positions`, so keys and values are read once a group, and a block of few
 positions wastes few keys outside its window. Only blocks that some row sees are visited: the ones at the two ends of the
-band under a mask, those between without. Sinks that lie before a row's window are one small block of their own.
+band under a mask, those between without. Sinks that lie before a row's window share the band's first block, where they can.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def wide(mask, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(acc, low, total, s, v, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """One block of the online softmax. s [M, N], base-2 logits, -inf where hidden; v [N, D]."""
-    high = tl.maximum(low, tl.max(s, 1))
+def softmax_step(acc, low, total, s, v, scale, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """One block of the online softmax. s [M, N], -inf where hidden, base-2 logits once scaled (scale > 0); v [N, D]."""
+    high = tl.maximum(low, tl.max(s, 1) * scale)
     safe = tl.where(high == float("-inf"), 0.0, high)  # a row that has seen nothing yet
-    p = tl.exp2(s - safe[:, None])
+    p = tl.exp2(s * scale - safe[:, None])  # one fused multiply-add an element
     shrink = tl.exp2(low - safe)
     total = total * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(DTYPE), v, acc * shrink[:, None], input_precision=PRECISION)
@@ -42,56 +42,66 @@ def softmax_step(acc, low, total, s, v, DTYPE: tl.constexpr, PRECISION: tl.const
 
 
 @triton.jit
-def band(acc, low, total, q, k_base, v_base, skn, svn, start, stop, columns, t, past, size, first, scale,
-         D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-         PRECISION: tl.constexpr):  # fmt: skip
-    """Key columns start..stop. Column c is seen by the query at t where t + past - size < c <= t + past and c >= first."""
+def visible(t, here, past, size, stop):
+    """[M, N]: the query at t sees column c where t + past - size < c <= t + past."""
+    behind = (t + past)[:, None] - here[None, :]
+    return (behind >= 0) & (behind < size) & (here < stop)[None, :]
+
+
+@triton.jit
+def lead_block(acc, low, total, q, k_base, v_base, skn, svn, sk_base, sv_base, ssn, stn, shift, start, stop, columns, t, begin,
+               past, size, scale, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+               PRECISION: tl.constexpr):  # fmt: skip
+    """The first block: `shift` sinks that lie before some row's window, then the band's first columns."""
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    for begin in range(start, stop, BLOCK_N):
-        here = begin + n
-        at = tl.cast(begin, tl.int64)
-        k_at = k_base + at * skn + n[None, :] * skn + d[:, None]
-        v_at = v_base + at * svn + n[:, None] * svn + d[None, :]
+    here, at, sink = start + n - shift, tl.cast(start, tl.int64), n < shift
+    k_at = tl.where(sink, sk_base + n * ssn, k_base + at * skn + (n - shift) * skn)
+    v_at = tl.where(sink, sv_base + n * stn, v_base + at * svn + (n - shift) * svn)
+    inside = sink | (here < columns)
+    k = tl.load(k_at[None, :] + d[:, None], mask=wide(inside[None, :], d[:, None], D, BLOCK_D), other=0.0)
+    v = tl.load(v_at[:, None] + d[None, :], mask=wide(inside[:, None], d[None, :], D, BLOCK_D), other=0.0)
+    behind = (t + past)[:, None] - here[None, :]
+    near = (behind >= 0) & (behind < size) & (here < stop)[None, :]
+    left = (begin + t)[:, None] - n[None, :] >= size
+    s = tl.dot(q, k, input_precision=PRECISION)
+    s = tl.where((sink[None, :] & left) | (near & (~sink)[None, :]), s, float("-inf"))
+    return softmax_step(acc, low, total, s, v, scale, v.dtype, PRECISION)
+
+
+@triton.jit
+def band(acc, low, total, q, k_base, v_base, skn, svn, start, blocks, head, until, stop, columns, t, past, size, scale,
+         D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The other blocks of key columns: all but the first `head`, and those from column `until` on, are seen by every row."""
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    for i in range(0, blocks):
+        begin = start + i * BLOCK_N
+        here, far = begin + n, tl.cast(begin, tl.int64)
         inside = here < columns
-        if MASKED or BLOCK_D != D:
-            k = tl.load(k_at, mask=wide(inside[None, :], d[:, None], D, BLOCK_D), other=0.0)
-            v = tl.load(v_at, mask=wide(inside[:, None], d[None, :], D, BLOCK_D), other=0.0)
-        else:
-            k, v = tl.load(k_at), tl.load(v_at)
-        s = tl.dot(q, k, input_precision=PRECISION) * scale
-        if MASKED:
+        k_at = k_base + far * skn + n[None, :] * skn + d[:, None]
+        v_at = v_base + far * svn + n[:, None] * svn + d[None, :]
+        k = tl.load(k_at, mask=wide(inside[None, :], d[:, None], D, BLOCK_D), other=0.0)
+        v = tl.load(v_at, mask=wide(inside[:, None], d[None, :], D, BLOCK_D), other=0.0)
+        s = tl.dot(q, k, input_precision=PRECISION)
+        if (i < head) | (begin + BLOCK_N > until):
             behind = (t + past)[:, None] - here[None, :]
-            seen = (behind >= 0) & (behind < size) & ((here >= first) & (here < stop) & inside)[None, :]
-            s = tl.where(seen, s, float("-inf"))
-        acc, low, total = softmax_step(acc, low, total, s, v, v.dtype, PRECISION)
+            s = tl.where((behind >= 0) & (behind < size) & (here < stop)[None, :], s, float("-inf"))
+        acc, low, total = softmax_step(acc, low, total, s, v, scale, v.dtype, PRECISION)
     return acc, low, total
 
 
 @triton.jit
-def bounds(p0, T, past, size, first, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(start, first unmasked, end of unmasked, stop) of a block's key columns; unmasked is whole blocks from start on."""
-    start = tl.maximum(p0 + past - size + 1, first)
-    stop = tl.minimum(p0 + BLOCK_T, T) + past
-    all_see = tl.maximum(p0 + BLOCK_T - 1 + past - size + 1, first)  # from here on, and up to the first row's own
-    head = tl.cdiv(tl.maximum(all_see - start, 0), BLOCK_N) * BLOCK_N
-    plain = tl.minimum(start + head, stop)
-    until = plain + tl.maximum(p0 + past + 1 - plain, 0) // BLOCK_N * BLOCK_N
-    return start, plain, until, stop
-
-
-@triton.jit
 def forward_kernel(
-    Q, K, V, SK, SV, QS, OUT, LSE, STARTS, COUNTS, SIZES,
+    Q, K, V, SK, SV, QS, OUT, LSE, STARTS, COUNTS,
     sqb, sqh, sqt, skb, skg, skn, svb, svg, svn, ssb, ssg, ssn, stb, stg, stn, srb, srh, srt, sob, soh, sot,
-    G, T, past, scale,
+    G, T, past, size, scale,
     R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REBASED: tl.constexpr, HAS_COUNTS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REBASED: tl.constexpr, JOINED: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """OUT [B, H, T, D] and LSE [B, H, T] (base 2) of one block of positions and one group."""
     pid, bg = tl.program_id(0), tl.program_id(1)
     b, g = (bg // G).to(tl.int64), (bg % G).to(tl.int64)
     begin = tl.load(STARTS + b).to(tl.int32)  # content position of the chunk's first query
-    size = tl.load(SIZES + g)  # of the group's window; a full span's is larger than any position
     head, t, real = rows_of(pid, BLOCK_T, BLOCK_M, T, R)
     d = tl.arange(0, BLOCK_D)
     p0 = pid * BLOCK_T
@@ -108,11 +118,14 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     low = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    sk_at, sv_at, shift = SK + b * ssb + g * ssg, SV + b * stb + g * stg, 0
     if SINKS > 0:
-        if begin + p0 + BLOCK_T > size:  # some row has left a sink behind its window
+        left_behind = begin + p0 + BLOCK_T > size  # some row has left a sink behind its window
+        if JOINED:
+            shift = tl.where(left_behind, SINKS, 0)
+        elif left_behind:
             n = tl.arange(0, BLOCK_S)
             few = n < SINKS
-            sk_at, sv_at = SK + b * ssb + g * ssg, SV + b * stb + g * stg
             sk_mask, sv_mask = wide(few[None, :], d[:, None], D, BLOCK_D), wide(few[:, None], d[None, :], D, BLOCK_D)
             sk = tl.load(sk_at + n[None, :] * ssn + d[:, None], mask=sk_mask, other=0.0)
             sv = tl.load(sv_at + n[:, None] * stn + d[None, :], mask=sv_mask, other=0.0)
@@ -120,19 +133,22 @@ def forward_kernel(
             if REBASED:
                 at = QS + b * srb + h[:, None] * srh + row[:, None] * srt + d[None, :]
                 near = tl.load(at, mask=rows, other=0.0)
-            s = tl.dot(near, sk, input_precision=PRECISION) * scale
+            s = tl.dot(near, sk, input_precision=PRECISION)
             left = ((begin + t)[:, None] - n[None, :] >= size) & (n < SINKS)[None, :]
-            acc, low, total = softmax_step(acc, low, total, tl.where(left, s, float("-inf")), sv, sv.dtype, PRECISION)
+            s = tl.where(left, s, float("-inf"))
+            acc, low, total = softmax_step(acc, low, total, s, sv, scale, sv.dtype, PRECISION)
+    # columns start..stop; every row sees those from `all_see` on, and before `until`
     first = tl.maximum(past - begin, 0)  # earlier columns are positions before 0
-    start, plain, until, stop = bounds(p0, T, past, size, first, BLOCK_T, BLOCK_N)
-    k_base, v_base = K + b * skb + g * skg, V + b * svb + g * svg
-    columns = T + past
-    acc, low, total = band(acc, low, total, q, k_base, v_base, skn, svn, start, plain, columns, t, past, size, first, scale,
-                           D, BLOCK_D, BLOCK_N, True, PRECISION)  # fmt: skip
-    acc, low, total = band(acc, low, total, q, k_base, v_base, skn, svn, plain, until, columns, t, past, size, first, scale,
-                           D, BLOCK_D, BLOCK_N, False, PRECISION)  # fmt: skip
-    acc, low, total = band(acc, low, total, q, k_base, v_base, skn, svn, until, stop, columns, t, past, size, first, scale,
-                           D, BLOCK_D, BLOCK_N, True, PRECISION)  # fmt: skip
+    start = tl.maximum(p0 + past - size + 1, first)
+    stop = tl.minimum(p0 + BLOCK_T, T) + past
+    all_see, until = tl.maximum(p0 + BLOCK_T + past - size, first), p0 + past + 1
+    lead = tl.minimum(start + BLOCK_N - shift, stop)
+    head = tl.cdiv(tl.maximum(all_see - lead, 0), BLOCK_N)
+    k_base, v_base, columns = K + b * skb + g * skg, V + b * svb + g * svg, T + past
+    acc, low, total = lead_block(acc, low, total, q, k_base, v_base, skn, svn, sk_at, sv_at, ssn, stn, shift, start, stop,
+                                 columns, t, begin, past, size, scale, D, BLOCK_D, BLOCK_N, PRECISION)  # fmt: skip
+    acc, low, total = band(acc, low, total, q, k_base, v_base, skn, svn, lead, tl.cdiv(stop - lead, BLOCK_N), head, until,
+                           stop, columns, t, past, size, scale, D, BLOCK_D, BLOCK_N, PRECISION)  # fmt: skip
     total = tl.where(total > 0, total, 1.0)  # rows that are none
-    tl.store(out_at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=rows)
+    tl.store(out_at, (acc * (1.0 / total)[:, None]).to(OUT.dtype.element_ty), mask=rows)
     tl.store(LSE + (b * G * R + h) * T + row, low + tl.log2(total), mask=real)

@@ -76,6 +76,8 @@ class Heads:
 
     `hidden` [B, T, E] is the normed input of the layer; `q_raw`, `k_raw` (before RoPE, after q/k norm) and `q_sink`
     (q_raw rotated at min(position, window + sinks)) are functions, so that only an operator that asks pays for them.
+    `out` [B, H, T, D]: this span's part of the layer's output, where an operator may write what it returns (without
+    gradients only); None: in memory of its own.
     """
 
     q: Tensor
@@ -88,6 +90,7 @@ class Heads:
     q_raw: Callable[[], Tensor]
     k_raw: Callable[[], Tensor]
     q_sink: Callable[[int], Tensor]
+    out: Tensor | None = None
 
 
 @dataclass
@@ -154,8 +157,9 @@ class State:
 
 def write_at(target: Tensor, source: Tensor, start: Tensor) -> None:
     """In place: target[b, :, start[b] + t] = source[b, :, t]. target [B, G, S, D], source [B, G, T, D], start [B]."""
-    index = start[:, None] + torch.arange(source.shape[2], device=source.device)
-    target.scatter_(2, index[:, None, :, None].expand(source.shape).contiguous(), source)
+    rows = torch.arange(target.shape[0], device=source.device)[:, None]
+    columns = start[:, None] + torch.arange(source.shape[2], device=source.device)
+    target[rows, :, columns] = source.transpose(1, 2)  # a compiled graph writes this in place; scatter_ would copy the cache
 
 
 def take(source: Tensor, index: Tensor) -> Tensor:

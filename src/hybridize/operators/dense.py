@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridize.kernels.dispatch import dense_backends
+
 # SDPA's memory-efficient backend is silently wrong with a mask above 65,536 keys (pytorch#162588)
 MASKED_SDPA_LIMIT = 65_536
 
@@ -13,11 +15,13 @@ MASKED_SDPA_LIMIT = 65_536
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
     """Causal attention of a chunk over itself, or of one query over all keys.
 
-    q [B, H, T, D]; k, v [B, G, S, D], T = S or T = 1. The same SDPA call as transformers' own, bit for bit.
+    q [B, H, T, D]; k, v [B, G, S, D], T = S or T = 1. The same SDPA call as transformers' own, bit for bit; long prompts on
+    a GPU may take another backend of it (kernels/dispatch.py).
     """
-    return F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, scale=scale, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    with dense_backends(q, dropout):
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, scale=scale, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, dropout: float = 0.0) -> Tensor:

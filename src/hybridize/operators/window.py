@@ -49,7 +49,7 @@ class WindowAttention(Operator):
         given = (heads.q, k, v, sink_k[:, :, : spec.sinks], sink_v[:, :, : spec.sinks], heads.chunk.positions)
         how: dict[str, Any] = {"size": spec.size, "scale": heads.scale, "q_sink": q_sink}
         if (kernels := kernels_for("window", heads.q, heads.dropout)) is not None:
-            return kernels.window_attention(*given, **how, counts=heads.chunk.count)
+            return kernels.window_attention(*given, **how, counts=heads.chunk.count, out=heads.out)
         return banded_attention(*given, **how, dropout=heads.dropout)
 
     def _one_token(self, heads: Heads, state: WindowState) -> Tensor:
@@ -168,11 +168,10 @@ class WindowState(State):
             write_at(self.k, k, slot)
             write_at(self.v, v, slot)
             return
-        held = self.held_positions(chunk.ends - 1)
-        start, old = chunk.starts[:, None], self.k.shape[2]
+        column = self.held_positions(chunk.ends - 1) - chunk.starts[:, None]
         # a slot whose newest position lies in this chunk takes it from there, any other keeps what it has
-        index = torch.where(held >= start, old + held - start, torch.arange(old, device=k.device))
-        self._store(take(torch.cat([self.k, k], dim=2), index), take(torch.cat([self.v, v], dim=2), index))
+        new, column = (column >= 0)[:, None, :, None], column.clamp_min(0)
+        self._store(torch.where(new, take(k, column), self.k), torch.where(new, take(v, column), self.v))
 
     def _allocate(self, k: Tensor, v: Tensor, chunk: Chunk) -> None:
         held = 0 if self.k is None else self.k.shape[2]
