@@ -243,14 +243,15 @@ def bench(
     out: Out,
     shape: Annotated[str, typer.Option(help="tiny, smollm2-135m, qwen3-1.7b, qwen3-8b or llama-3.1-8b.")] = "tiny",
     parts: Annotated[
-        str, typer.Option(help="attention, prefill, decode, train, batch; comma-separated.")
-    ] = "attention,prefill,decode,train",
+        str, typer.Option(help="attention, prefill, decode, train, ragged, batch; comma-separated.")
+    ] = "attention,prefill,decode,train,ragged",
     contexts: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "1024",
     batches: Annotated[str, typer.Option(help="Rows of a decoding step, comma-separated.")] = "1",
     budget: Budget = 0.25,
     window: WindowSize = 512,
     sinks: Sinks = 4,
     backward: Annotated[bool, typer.Option("--backward", help="Attention's backward too.")] = False,
+    stock: Annotated[bool, typer.Option(help="Time transformers' own class too.")] = True,
     seconds: Annotated[float, typer.Option(help="Of measuring, for each job.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",

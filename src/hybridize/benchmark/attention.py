@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hybridize.benchmark.shapes import Shape
-from hybridize.benchmark.timing import Ceilings, Job, Timing, interleaved
+from hybridize.benchmark.timing import Ceilings, Job, interleaved, speed
 from hybridize.kernels.dispatch import kernels_for
 from hybridize.operators.banded import banded_attention
 from hybridize.operators.specs import Full, Window
@@ -55,20 +55,6 @@ def attention_rows(
     return rows
 
 
-def speed(timing: Timing, baseline: Timing, name: str, floor: float) -> dict[str, Any]:
-    """Value, ratio and distance to the limit of one timing."""
-    return {
-        "baseline": name,
-        "value": timing.median * 1000,
-        "unit": "ms",
-        "baseline_value": baseline.median * 1000,
-        "ratio": baseline.median / timing.median,
-        "spread": timing.spread,
-        "rounds": timing.rounds,
-        "of_limit": floor / timing.median,
-    }
-
-
 def _inputs(shape: Shape, context: int, device: torch.device, dtype: torch.dtype) -> list[list[Tensor]]:
     bytes_each = context * (shape.heads + 2 * shape.kv_heads) * shape.head_dim * dtype.itemsize
     generator = torch.Generator(device).manual_seed(0)
@@ -100,7 +86,7 @@ def _variants(shape: Shape, context: int, window: Window, device: torch.device) 
     positions = torch.arange(context, device=device)[None]
 
     def full(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
-        with _only(backend):
+        with only(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -129,17 +115,16 @@ def _variants(shape: Shape, context: int, window: Window, device: torch.device) 
         found["window reference"] = reference
     else:
         found["window triton"] = functools.partial(ours, kernels=kernels)
-        sizes = (context + 1, *(window.size,) * (shape.kv_heads - 1))
-        found["1 group full, one launch"] = functools.partial(ours, kernels=kernels, size=sizes)
         best = "cudnn" if on_gpu else None
-        found["1 group full, two launches"] = functools.partial(two_launches, kernels=kernels, backend=best)
+        found["1 group full"] = functools.partial(two_launches, kernels=kernels, backend=best)
     if on_gpu:
         found["window flex"] = _flex(context, window, device, scale)
     return found
 
 
 @contextlib.contextmanager
-def _only(backend: str | None) -> Iterator[None]:
+def only(backend: str | None) -> Iterator[None]:
+    """SDPA on one backend of BACKENDS; None: on whichever PyTorch picks."""
     with contextlib.nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend]):
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 
 from hybridize.benchmark.attention import attention_rows
+from hybridize.benchmark.decode import ROOM, decode_rows, kernel_decode_rows, largest_batch_rows, ragged_rows
 from hybridize.benchmark.shapes import Shape, random_models, shape_named
+from hybridize.benchmark.subject import Subject
 from hybridize.benchmark.timing import Ceilings, measured_ceilings
-from hybridize.benchmark.whole import decode_rows, largest_batch_rows, prefill_rows, train_rows
+from hybridize.benchmark.whole import prefill_rows, train_rows
 from hybridize.errors import bad
 from hybridize.geometry import geometry_of
 from hybridize.kernels.dispatch import kernels_for
@@ -20,13 +23,17 @@ from hybridize.methods.nll import periodic_layers
 from hybridize.operators.specs import Window
 from hybridize.plan import AttentionPlan, units_for_budget
 
-PARTS = ("attention", "prefill", "decode", "train", "batch")
-DEFAULT_PARTS = PARTS[:4]  # the largest batch needs a GPU
+PARTS = ("attention", "prefill", "decode", "train", "ragged", "batch")
+DEFAULT_PARTS = PARTS[:5]  # the largest batch needs a GPU
+RAGGED = 16  # rows of a batch of unequal lengths
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The question: a named shape, parts of PARTS, tokens of context, rows of decoding batches."""
+    """The question: a named shape, parts of PARTS, tokens of context, rows of decoding batches.
+
+    `stock`: transformers' own class too, which takes longest. `backward`: of attention alone.
+    """
 
     shape: str = "tiny"
     parts: tuple[str, ...] = DEFAULT_PARTS
@@ -36,6 +43,7 @@ class Bench:
     window: int = 512
     sinks: int = 4
     backward: bool = False
+    stock: bool = True
     seconds: float = 1.0
     dtype: str = "bfloat16"
 
@@ -70,9 +78,9 @@ def bench(
     pieces: list[tuple[str, Callable[[], Any]]] = []
     if "attention" in ask.parts:
         for n in ask.contexts:
-            how: dict[str, Any] = {"backward": ask.backward, "seconds": ask.seconds}
             given = (ask.shape, shape, n, window, device, dtype, ceilings)
-            pieces.append((f"attention-{n}", partial(attention_rows, *given, **how)))
+            pieces.append((f"attention-{n}", partial(attention_rows, *given, backward=ask.backward, seconds=ask.seconds)))
+            pieces.append((f"attention-decode-{n}", partial(kernel_decode_rows, *given, ask.seconds)))
     pieces += _model_pieces(ask, shape, window, device, dtype, ceilings)
     rows: list[dict[str, Any]] = []
     for i, (name, run) in enumerate(pieces):
@@ -89,38 +97,27 @@ def bench(
 def _model_pieces(
     ask: Bench, shape: Shape, window: Window, device: torch.device, dtype: torch.dtype, ceilings: Ceilings
 ) -> Sequence[tuple[str, Callable[[], Any]]]:
-    made: dict[str, Any] = {}
-
-    def models() -> Any:
-        if "models" not in made:
-            made["models"] = random_models(shape, max(ask.contexts) + 8, device, dtype)
-        return made["models"]
-
-    def plans() -> dict[str, AttentionPlan]:
-        geometry = geometry_of(models()[1].config)
+    @functools.cache
+    def subject() -> Subject:
+        stock, model = random_models(shape, max(ask.contexts) + ROOM, device, dtype)
+        geometry = geometry_of(model.config)
         keep = periodic_layers(geometry.layers, units_for_budget(geometry.layers, ask.budget))[0]
         hybrid = AttentionPlan.from_layers(geometry, keep, window, {"method": "bench"})
-        return {"base": AttentionPlan.base(geometry), f"{len(keep)} of {geometry.layers} layers full": hybrid}
+        plans = {"base": AttentionPlan.base(geometry), f"{len(keep)} of {geometry.layers} layers full": hybrid}
+        return Subject(ask.shape, shape, stock, model, plans, ceilings, ask.seconds)
 
-    def prefill(context: int) -> Any:
-        return prefill_rows(ask.shape, shape, models(), plans(), context, ceilings, ask.seconds)
-
-    def decode(context: int, batch: int) -> Any:
-        return decode_rows(ask.shape, shape, models(), plans(), context, batch, ceilings, ask.seconds)
-
-    def train(context: int) -> Any:
-        return train_rows(ask.shape, shape, models(), plans(), context, ceilings, ask.seconds)
-
-    def batch_max(context: int) -> Any:
-        return largest_batch_rows(ask.shape, shape, models(), plans(), context, ask.seconds)
+    def on_subject(rows: Callable[..., Any], *given: Any) -> Callable[[], Any]:
+        return lambda: rows(subject(), *given)
 
     pieces: list[tuple[str, Callable[[], Any]]] = []
     if "prefill" in ask.parts:
-        pieces += [(f"prefill-{n}", partial(prefill, n)) for n in ask.contexts]
+        pieces += [(f"prefill-{n}", on_subject(prefill_rows, n, ask.stock)) for n in ask.contexts]
     if "decode" in ask.parts:
-        pieces += [(f"decode-{n}-{b}", partial(decode, n, b)) for n in ask.contexts for b in ask.batches]
+        pieces += [(f"decode-{b}", on_subject(decode_rows, ask.contexts, b, ask.stock)) for b in ask.batches]
     if "train" in ask.parts:
-        pieces += [(f"train-{n}", partial(train, n)) for n in ask.contexts]
+        pieces += [(f"train-{n}", on_subject(train_rows, n)) for n in ask.contexts]
+    if "ragged" in ask.parts:
+        pieces += [(f"ragged-{n}", on_subject(ragged_rows, n, RAGGED)) for n in ask.contexts]
     if "batch" in ask.parts:
-        pieces += [(f"batch-{n}", partial(batch_max, n)) for n in ask.contexts]
+        pieces += [(f"batch-{n}", on_subject(largest_batch_rows, n)) for n in ask.contexts]
     return pieces

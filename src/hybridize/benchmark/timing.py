@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,17 +47,18 @@ def interleaved(
     device: torch.device,
     seconds: float = 1.0,
     least: int = 5,
+    warm_up: int = 2,
     prepare: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Timing]:
     """Every job in turn, round after round and each round in another order, so that drift meets all of them alike.
 
     Args:
-        seconds: of measuring for each job, about. least: rounds at least (at most 200).
+        seconds: of measuring for each job, about. least: rounds at least (at most 200). warm_up: rounds before, not counted.
         prepare: called with the job's name before each run, not timed.
     """
     names = list(jobs)
     found: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(2):  # compile, allocate
+    for number in range(warm_up):  # compile, allocate
         for name in names:
             prepare(name)
             once(jobs[name], number, device)
@@ -74,6 +76,20 @@ def interleaved(
 def _timing(values: list[float]) -> Timing:
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return Timing(median, low, high, len(values))
+
+
+def speed(timing: Timing, baseline: Timing, name: str, floor: float) -> dict[str, Any]:
+    """Value, ratio and distance to the limit of one timing."""
+    return {
+        "baseline": name,
+        "value": timing.median * 1000,
+        "unit": "ms",
+        "baseline_value": baseline.median * 1000,
+        "ratio": baseline.median / timing.median,
+        "spread": timing.spread,
+        "rounds": timing.rounds,
+        "of_limit": floor / timing.median,
+    }
 
 
 @dataclass(frozen=True)
