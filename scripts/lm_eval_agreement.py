@@ -38,8 +38,13 @@ def counts(loaded, file, manager, limit):
     name, found = f"local_{Path(file).stem}", {}
     models = {
         "lm_eval hf": HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=4),
+        "lm_eval hf, softmax in fp32": HFLM(
+            pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=4, softmax_dtype="float32"
+        ),
         "adapter": HybridLM(loaded),
     }
+    if loaded.model.dtype == torch.float32:
+        del models["lm_eval hf, softmax in fp32"]
     for who, model in models.items():
         out = lm_eval.simple_evaluate(model=model, tasks=[name], task_manager=manager, limit=limit, bootstrap_iters=0)
         found[who] = {m: round(out["results"][name][f"{m},none"] * limit) for m in ("acc", "acc_norm")}

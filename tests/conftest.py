@@ -30,6 +30,8 @@ from transformers import (
 import hybridize as hz
 
 torch.set_num_threads(1)
+if device := os.environ.get("HYBRIDIZE_TEST_DEVICE"):  # "cuda": the invariant matrix on a GPU
+    torch.set_default_device(device)
 VOCAB = 300
 SHAPE = dict(
     vocab_size=VOCAB,
@@ -104,7 +106,8 @@ def make_tokenizer():
 
 @pytest.fixture
 def ids():
-    return torch.randint(3, VOCAB, (2, 40), generator=torch.Generator().manual_seed(7))
+    drawn = torch.randint(3, VOCAB, (2, 40), generator=torch.Generator("cpu").manual_seed(7), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 # -- results/matrix.json ------------------------------------------------------------------------------------------

@@ -79,7 +79,10 @@ def test_full_plan_is_the_base(base, hybrid, ids, operator):
         for step in range(20, 25):
             mine = hybrid(ids[:, step : step + 1], past_key_values=cache)
             theirs = base(ids[:, step : step + 1], past_key_values=theirs.past_key_values)
-            assert torch.equal(mine.logits, theirs.logits)
+            if mine.logits.is_cuda:  # decoding runs on a kernel of our own there
+                torch.testing.assert_close(mine.logits, theirs.logits, **CLOSE)
+            else:
+                assert torch.equal(mine.logits, theirs.logits)
 
 
 def test_decode_is_prefill(hybrid, ids):
@@ -112,6 +115,7 @@ def test_left_padding_is_the_row_alone(hybrid, ids):
 
 
 def test_greedy(hybrid, ids):
+    torch._dynamo.reset()  # on a GPU generate compiles static caches, and there is a limit to one function's graphs
     mask = torch.ones_like(ids)
     expected = hybrid.generate(ids, attention_mask=mask, use_cache=False, **GENERATE)
     for how in ({}, {"cache_implementation": "static"}, {"prefill_chunk_size": 7}):
