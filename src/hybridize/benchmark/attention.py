@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hybridize.benchmark.shapes import Shape
-from hybridize.benchmark.timing import Ceilings, Job, interleaved, speed
+from hybridize.benchmark.timing import Ceilings, Job, captured, interleaved, speed
 from hybridize.kernels.dispatch import kernels_for
 from hybridize.operators.banded import banded_attention
 from hybridize.operators.specs import Full, Window
@@ -39,8 +39,8 @@ def attention_rows(
     rows = []
     for what in ("kernel_forward", "kernel_backward") if backward else ("kernel_forward",):
         jobs = {
-            variant: _job(run, sets, what == "kernel_backward")
-            for variant, run in _variants(shape, context, window, device).items()
+            variant: (_both if what == "kernel_backward" else _forward)(run, sets, device)
+            for variant, run in _variants(shape, context, window, device, dtype).items()
         }
         times = interleaved(jobs, device, seconds)
         full = "full cudnn" if "full cudnn" in times else "full sdpa"
@@ -68,20 +68,24 @@ def _inputs(shape: Shape, context: int, device: torch.device, dtype: torch.dtype
     return sets
 
 
-def _job(run: Callable[..., Tensor], sets: list[list[Tensor]], backward: bool) -> Job:
-    def forward(number: int) -> None:
-        with torch.no_grad():
-            run(*sets[number % len(sets)])
+def _forward(run: Callable[..., Tensor], sets: list[list[Tensor]], device: torch.device) -> Job:
+    """In a CUDA graph on a GPU: a kernel's time, without what it takes to call it."""
+    steps = [captured(functools.partial(run, *each), device) for each in sets]
+    return lambda number: steps[number % len(sets)]()
 
+
+def _both(run: Callable[..., Tensor], sets: list[list[Tensor]], device: torch.device) -> Job:
     def both(number: int) -> None:
         leaves = sets[number % len(sets)]
         out = run(*leaves)
         torch.autograd.grad(out, leaves, out.detach())
 
-    return both if backward else forward
+    return both
 
 
-def _variants(shape: Shape, context: int, window: Window, device: torch.device) -> dict[str, Callable[..., Tensor]]:
+def _variants(
+    shape: Shape, context: int, window: Window, device: torch.device, dtype: torch.dtype
+) -> dict[str, Callable[..., Tensor]]:
     scale = shape.head_dim**-0.5
     positions = torch.arange(context, device=device)[None]
 
@@ -93,15 +97,20 @@ def _variants(shape: Shape, context: int, window: Window, device: torch.device) 
         sink_k, sink_v = k[:, :, : window.sinks], v[:, :, : window.sinks]
         return banded_attention(q, k, v, sink_k, sink_v, positions, size=window.size, scale=scale)
 
-    def ours(q: Tensor, k: Tensor, v: Tensor, kernels: Any, size: Any = window.size) -> Tensor:
+    def ours(q: Tensor, k: Tensor, v: Tensor, kernels: Any, out: Tensor | None = None) -> Tensor:
         sinks = (x[:, :, : window.sinks] for x in (k, v))
-        return kernels.window_attention(q, k, v, *sinks, positions, size=size, scale=scale)
+        return kernels.window_attention(q, k, v, *sinks, positions, size=window.size, scale=scale, out=out)
 
-    def two_launches(q: Tensor, k: Tensor, v: Tensor, kernels: Any, backend: str | None) -> Tensor:
+    def mixed(q: Tensor, k: Tensor, v: Tensor, kernels: Any, backend: str | None) -> Tensor:
+        """As a layer of such groups runs (attention.py): two launches, joined in the layer's own memory where it may be."""
         first = shape.heads // shape.kv_heads
+        joined = None if torch.is_grad_enabled() else torch.empty_like(q)
         far = full(q[:, :first], k[:, :1], v[:, :1], backend)
-        near = ours(q[:, first:], k[:, 1:], v[:, 1:], kernels)
-        return torch.cat([far.transpose(1, 2), near.transpose(1, 2)], dim=2).transpose(1, 2)
+        near = ours(q[:, first:], k[:, 1:], v[:, 1:], kernels, None if joined is None else joined[:, first:])
+        if joined is None:
+            return torch.cat([far.transpose(1, 2), near.transpose(1, 2)], dim=2).transpose(1, 2)
+        joined[:, :first].copy_(far)
+        return joined
 
     found: dict[str, Callable[..., Tensor]] = {}
     on_gpu = device.type == "cuda"
@@ -109,14 +118,14 @@ def _variants(shape: Shape, context: int, window: Window, device: torch.device) 
         found[f"full {backend}"] = functools.partial(full, backend=backend)
     if not on_gpu:
         found["full sdpa"] = full
-    probe = torch.empty(1, shape.heads, 1, shape.head_dim, device=device)
+    probe = torch.empty(1, shape.heads, 1, shape.head_dim, device=device, dtype=dtype)
     kernels = kernels_for("window", probe)
     if kernels is None:
         found["window reference"] = reference
     else:
         found["window triton"] = functools.partial(ours, kernels=kernels)
         best = "cudnn" if on_gpu else None
-        found["1 group full"] = functools.partial(two_launches, kernels=kernels, backend=best)
+        found["1 group full"] = functools.partial(mixed, kernels=kernels, backend=best)
     if on_gpu:
         found["window flex"] = _flex(context, window, device, scale)
     return found

@@ -15,13 +15,13 @@ from transformers.utils import logging
 from hybridize.benchmark.attention import BACKENDS, only
 from hybridize.benchmark.shapes import Shape
 from hybridize.benchmark.subject import STOCK, Subject
-from hybridize.benchmark.timing import Ceilings, Timing, interleaved, speed
+from hybridize.benchmark.timing import Ceilings, Step, Timing, captured, interleaved, speed
 from hybridize.kernels.dispatch import kernels_for
 from hybridize.operators.specs import Window
 
 logger = logging.get_logger(__name__)
+COMPILE = {"coordinate_descent_tuning": True}  # Inductor's own matrix-vector kernels, which read weights faster than cuBLAS's
 ROOM = 8  # columns of a static cache beyond the context
-Step = Callable[[], object]
 
 
 def kernel_decode_rows(
@@ -175,35 +175,9 @@ def rewind(cache: Any, lengths: Tensor) -> None:
 def _step(of: Subject, cache: Any, batch: int, compiled: bool) -> Step:
     forward, tokens = of.model.forward, torch.full((batch, 1), 2, device=of.device)
     if compiled:
-        forward = torch.compile(forward, fullgraph=True, dynamic=False)
+        forward = torch.compile(forward, fullgraph=True, dynamic=False, options=COMPILE)
     rewind(cache, torch.ones(batch, dtype=torch.int64, device=of.device))
     return captured(partial(forward, tokens, past_key_values=cache), of.device, of.on_gpu)
-
-
-def captured(run: Callable[[], object], device: torch.device, graph: bool = True) -> Step:
-    """`run` as a CUDA graph, on a GPU; it must not wait for the device."""
-
-    def eager() -> object:
-        with torch.inference_mode():
-            return run()
-
-    if device.type != "cuda" or not graph:
-        return eager
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            eager()
-    torch.cuda.current_stream().wait_stream(stream)
-    made = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(made):
-        kept = eager()
-
-    def replay() -> object:
-        made.replay()
-        return kept, run  # what the graph reads and writes lives as long as it does
-
-    return replay
 
 
 def _stock_step(of: Subject, context: int, batch: int) -> Step | None:

@@ -88,7 +88,7 @@ def bench(
         if device.type == "cuda":
             torch.cuda.empty_cache()
         report("bench", i + 1, len(pieces))
-    kernels = kernels_for("window", torch.empty(1, shape.heads, 1, shape.head_dim, device=device)) is not None
+    kernels = kernels_for("window", torch.empty(1, shape.heads, 1, shape.head_dim, device=device, dtype=dtype)) is not None
     which = "Triton kernels" if kernels else "the torch reference: not what a GPU would run"
     facts = {"copy, bytes/s": ceilings.copy, "matmul, FLOP/s": ceilings.matmul, "window attention": which}
     return rows, facts

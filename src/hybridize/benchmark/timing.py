@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 Job = Callable[[int], object]  # gets the round's number, to take turns between inputs
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,32 @@ def speed(timing: Timing, baseline: Timing, name: str, floor: float) -> dict[str
         "rounds": timing.rounds,
         "of_limit": floor / timing.median,
     }
+
+
+def captured(run: Callable[[], object], device: torch.device, graph: bool = True) -> Step:
+    """`run` as a CUDA graph, on a GPU; it must not wait for the device."""
+
+    def eager() -> object:
+        with torch.inference_mode():
+            return run()
+
+    if device.type != "cuda" or not graph:
+        return eager
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            eager()
+    torch.cuda.current_stream().wait_stream(stream)
+    made = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(made):
+        kept = eager()
+
+    def replay() -> object:
+        made.replay()
+        return kept, run  # what the graph reads and writes lives as long as it does
+
+    return replay
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,8 @@ def _why_not(name: str, q: Tensor, dropout: float) -> str | None:
         return f"head_dim is {q.shape[-1]}, the kernels take {HEAD_DIMS}"
     if dropout:
         return "the kernels have no attention dropout"
+    if q.dtype == torch.float32 and q.device.type == "cuda" and torch.is_grad_enabled() and q.requires_grad:
+        return "their fp32 backward takes minutes to compile (autocast to bf16, and it is compiled in seconds)"
     return _proven(q)
 
 
