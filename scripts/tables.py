@@ -152,11 +152,11 @@ def cache(data):
 
 
 def agreement(data):
-    body = []
+    body, names = [], list(dict.fromkeys(r["by"] for r in data["rows"]))
     for key in dict.fromkeys((r["dtype"], r["task"], r["metric"]) for r in data["rows"]):
         cells = {r["by"]: r for r in data["rows"] if (r["dtype"], r["task"], r["metric"]) == key}
-        body.append([*key, *[f"{r['hits']} of {r['n']}" for r in cells.values()]])
-    return table(["dtype", "set", "metric", *dict.fromkeys(r["by"] for r in data["rows"])], body)
+        body.append([*key, *[f"{cells[n]['hits']} of {cells[n]['n']}" if n in cells else "–" for n in names]])
+    return table(["dtype", "set", "metric", *names], body)
 
 
 def interval(row, digits=3):
