@@ -14,10 +14,12 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hybridize.kernels.decode import one_token_attention
 from hybridize.kernels.window import window_attention
 from hybridize.operators.banded import banded_attention
+from hybridize.operators.contract import write_at
 from hybridize.operators.dense import explicit_attention
 from hybridize.results import results, write_results
 
@@ -104,7 +106,7 @@ def decode_case(rng, dtype, d, r, most, rebased):
         spans.append((k, v, count, start, q_sink, min(sinks, s)))
     q = torch.randn(b, r * sum(x[0].shape[1] for x in spans), 1, d, device=DEVICE).to(dtype)
     torch.empty = poisoned
-    mine = one_token_attention(q, *[list(x) for x in zip(*spans)], d**-0.5)
+    mine = one_token_attention(q, *[list(x) for x in zip(*spans)], [False] * len(spans), [], d**-0.5)
     torch.empty = REAL_EMPTY
     expected, first = [], 0
     for k, v, count, start, q_sink, sinks in spans:
@@ -121,6 +123,37 @@ def decode_case(rng, dtype, d, r, most, rebased):
         expected.append((weights @ v.float()).view(b, g * r, 1, d))
         first += g * r
     return dict(b=b, r=r, d=d, spans=len(spans)), {"out": error(mine, torch.cat(expected, dim=1))}
+
+
+def taken_case(rng, dtype, d, r, most, rebased):
+    """A new token that the kernel rotates, writes into a growing span and a ring, and sees."""
+    b, columns, size = rng.choice([1, 2, 5]), rng.randint(1, 9000 if GPU else 300), rng.randint(1, 600 if GPU else 40)
+    torch.manual_seed(rng.randrange(10**6))
+    counts = torch.randint(0, columns, (b,), device=DEVICE)
+    spans, held, g = [], [], rng.choice([1, 2, 4])
+    q, new_k, new_v = (torch.randn(b, n, 1, d, device=DEVICE).to(dtype) for n in (2 * g * r, 2 * g, 2 * g))
+    angle = torch.randn(b, 1, d // 2, device=DEVICE).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    turned_q, turned_k = apply_rotary_pos_emb(q, new_k, cos, sin)
+    none = torch.zeros(0, device=DEVICE)
+    for i, (width, sinks, ring) in enumerate(((columns, 0, False), (most + size, most, True))):
+        k, v = (torch.randn(b, g, width, d, device=DEVICE).to(dtype) for _ in "kv")
+        spans.append((k.clone(), v.clone(), counts, none.long(), none, sinks, ring))
+        slot = torch.where(counts < width, counts, sinks + (counts - sinks) % max(1, width - sinks))
+        for x, token in ((k, turned_k), (v, new_v)):
+            write_at(x, token[:, i * g : (i + 1) * g], slot)
+        held.append((k, v, (counts + 1).clamp_max(width)))
+    torch.empty = poisoned
+    mine = one_token_attention(q, *[list(x) for x in zip(*spans)], [new_k, new_v, cos, sin], d**-0.5)
+    torch.empty = REAL_EMPTY
+    expected = []
+    for i, (k, v, count) in enumerate(held):
+        seen = torch.arange(k.shape[2], device=DEVICE) < count[:, None, None, None]
+        part = turned_q[:, i * g * r : (i + 1) * g * r].float()
+        expected.append(explicit_attention(part, k.float(), v.float(), seen, d**-0.5))
+    written = max(float((a - b).abs().max()) for x, y in zip(spans, held) for a, b in ((x[0], y[0]), (x[1], y[1])))
+    errors = {"out": error(mine, torch.cat(expected, dim=1)), "cache": written if dtype is not FP32 else written / 1e3}
+    return dict(b=b, r=r, d=d, columns=columns, size=size), errors
 
 
 def far_offsets():
@@ -153,7 +186,7 @@ def check_kind(number, kind, cases, until):
     """Rows of one kind's random cases, of both kernels."""
     torch.backends.cuda.matmul.allow_tf32 = False
     rng, (dtype, *shape), rows = random.Random(number), kind, []
-    for case in (window_case, decode_case) * cases:
+    for case in (window_case, decode_case, taken_case) * cases:
         if time.time() > until:
             break
         facts, errors = case(rng, dtype, *shape)
@@ -164,7 +197,7 @@ def check_kind(number, kind, cases, until):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=12 if GPU else 1, help="of each kind and kernel")
+    parser.add_argument("--cases", type=int, default=8 if GPU else 1, help="of each kind and kernel")
     parser.add_argument("--seconds", type=float, default=140, help="start no new case after this long")
     parser.add_argument("--workers", type=int, default=7, help="processes, on a GPU: most of the time goes into compiling")
     parser.add_argument("--out")

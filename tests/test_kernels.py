@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch._dynamo.testing
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hybridize as hz
 from conftest import make_base, make_plan
 from hybridize.kernels import dispatch
 from hybridize.operators.banded import banded_attention
+from hybridize.operators.contract import write_at
 
 pytest.importorskip("triton")
 from hybridize.kernels.decode import one_token_attention
@@ -262,9 +264,58 @@ def test_decode_kernel_is_the_definition(case, ragged):
         spans.append((k, v, count, start, q_sink, sinks))
     q = torch.randn(rows, repeats * sum(s[0] for s in shapes), 1, d, generator=generator).to(DEVICE)
     lists = [list(x) for x in zip(*spans)]
-    out = one_token_attention(q, *lists, 0.3)
+    out = one_token_attention(q, *lists, [False] * len(spans), [], 0.3)
     torch.testing.assert_close(out, one_by_hand(q, spans, 0.3), rtol=1e-4, atol=1e-5)
     assert out.transpose(1, 2).is_contiguous()
+
+
+TAKEN = {  # rows' counts, [(groups, columns, sinks, ring, re-based, from a start)]
+    "room behind": ([7, 130], [(2, 140, 0, False, False, False)]),
+    "an empty cache": ([0, 0], [(1, 20, 0, False, False, False), (1, 9, 2, True, False, False)]),
+    "a ring that fills": ([8, 3], [(2, 9, 2, True, False, False)]),
+    "a full ring": ([9, 200], [(1, 9, 2, True, False, False), (1, 210, 0, False, False, False)]),
+    "a large ring": ([500, 141], [(2, 140, 4, True, False, False)]),
+    "re-based sinks in a ring": ([1, 77], [(1, 20, 4, True, True, False), (2, 20, 0, True, False, False)]),
+    "a piece of a prompt": ([90, 12], [(1, 100, 4, False, False, True)]),
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+@pytest.mark.parametrize("d", [16, 24])
+def test_decode_kernel_takes_the_token_in(case, d):
+    """Rotates queries and key, writes the token into its slot, and sees what a cache with the token in it holds."""
+    counts, shapes = TAKEN[case]
+    generator, none = torch.Generator().manual_seed(4), torch.zeros(0, device=DEVICE)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    repeats, groups, count = 3, sum(s[0] for s in shapes), torch.tensor(counts, device=DEVICE)
+    q, new_k, new_v = normal(2, groups * repeats, 1, d), normal(2, groups, 1, d), normal(2, groups, 1, d)
+    angle = normal(2, 1, d // 2).repeat(1, 1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    turned_q, turned_k = apply_rotary_pos_emb(q, new_k, cos, sin)
+    given, held, first = [], [], 0
+    for g, columns, sinks, ring, rebased, from_start in shapes:
+        k, v = normal(2, g, columns, d), normal(2, g, columns, d)
+        slot = torch.where(count < columns, count, sinks + (count - sinks) % (columns - sinks))
+        for row in range(2):  # what is not filled, or is written over, is never read into a sum
+            for x in (k, v):
+                x[row, :, counts[row] :] = x[row, :, int(slot[row])] = 1e4
+        start = (count - 9).clamp_min(0) if from_start else none.long()
+        q_sink = normal(2, g * repeats, 1, d) if rebased else none
+        if rebased:  # a token that is a sink itself sees itself at distance 0
+            near = (count < sinks)[:, None, None, None]
+            q_sink = torch.where(near, turned_q[:, first * repeats : (first + g) * repeats], q_sink)
+        given.append((k.clone(), v.clone(), count, start, q_sink, sinks, ring))
+        for x, token in ((k, turned_k), (v, new_v)):
+            write_at(x, token[:, first : first + g], slot)
+        held.append((k, v, (count + 1).clamp_max(columns), start, q_sink, sinks))
+        first += g
+    out = one_token_attention(q, *[list(x) for x in zip(*given)], [new_k, new_v, cos, sin], 0.3)
+    torch.testing.assert_close(out, one_by_hand(turned_q, held, 0.3), rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(given, held):
+        assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
 
 
 @pytest.mark.parametrize("operator", ["full", "window_rebased", "mixed"])

@@ -134,23 +134,38 @@ class HybridAttention(nn.Module):
         q_raw = self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2)
         k_raw = self.k_norm(self.k_proj(hidden).view(shape)).transpose(1, 2)
         v = self.v_proj(hidden).view(shape).transpose(1, 2)
+        cache = context.cache
+        kernels = self._decode_kernels(q_raw) if cache is not None and q_raw.shape[2] == 1 else None
+        states = cache.states(self.layer) if cache is not None else [None] * len(self.operators)
+        shared = [kernels is not None and op.shares_decode(st) for op, st in zip(self.operators, states, strict=True)]
+        static = cache is not None and cache.max_tokens is not None
+        if static and all(shared):
+            # a static cache: one launch rotates, writes and attends
+            spans = self._spans(q_raw, k_raw, v, q_raw, k_raw, hidden, context)
+            views = [op.one_token(heads, st) for op, heads, st in zip(self.operators, spans, states, strict=True)]
+            out = self._launch(kernels, q_raw, views, [k_raw, v, *context.rotation])
+            return self.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:-1], -1)), {}
         q, k = apply_rotary_pos_emb(q_raw, k_raw, *context.rotation)
-        states = context.cache.states(self.layer) if context.cache is not None else [None] * len(self.operators)
+        if static:
+            shared = [False] * len(shared)
         spans = self._spans(q, k, v, q_raw, k_raw, hidden, context)
-        one_token = q.shape[2] == 1 and context.cache is not None
-        kernels = self._decode_kernels(q) if one_token else None
         outputs: list[Tensor | None] = []
         views, aux, first = [], {}, 0
         room = self._room(q, spans)
-        for operator, groups, heads, state in zip(self.operators, self.span_sizes, spans, states, strict=True):
-            view = operator.one_token(heads, state) if kernels is not None else None
-            out, extra = operator(heads, state) if view is None else (None, {})
-            outputs.append(out)
-            views.append(view)
-            aux.update({f"{first}.{name}": value for name, value in extra.items()})
+        for operator, groups, heads, state, mine in zip(self.operators, self.span_sizes, spans, states, shared, strict=True):
+            if mine:
+                views.append(operator.one_token(heads, state))
+                outputs.append(None)
+            else:
+                out, extra = operator(heads, state)
+                outputs.append(out)
+                aux.update({f"{first}.{name}": value for name, value in extra.items()})
             first += groups
-        if any(view is not None for view in views):
-            outputs = self._share_launch(kernels, q, spans, views, outputs)
+        if views:
+            chosen = [heads.q for heads, mine in zip(spans, shared, strict=True) if mine]
+            out = self._launch(kernels, q if all(shared) else torch.cat(chosen, dim=1), views, [])
+            parts = iter(out.split([part.shape[1] for part in chosen], dim=1))
+            outputs = [out] if len(outputs) == 1 else [next(parts) if own is None else own for own in outputs]
         if room is None:
             # [B, T, H, D] is what o_proj reads, and what kernels write
             parts = [out.transpose(1, 2) for out in outputs if out is not None]
@@ -176,31 +191,22 @@ class HybridAttention(nn.Module):
             return None  # no backward
         return kernels_for("decode", q, self.attention_dropout if self.training else 0.0)
 
-    def _share_launch(
-        self,
-        kernels: Any,
-        q: Tensor,
-        spans: Sequence[Heads],
-        views: Sequence[OneToken | None],
-        outputs: Sequence[Tensor | None],
-    ) -> list[Tensor | None]:
-        """Outputs with those of the spans that have a view filled in, by one launch over all of them; [B, H, 1, D] each."""
-        chosen = [(heads, view) for heads, view in zip(spans, views, strict=True) if view is not None]
-        none, seen = q.new_empty(0), [view for _, view in chosen]
-        out = kernels.one_token_attention(
-            q if len(chosen) == len(spans) else torch.cat([heads.q for heads, _ in chosen], dim=1),
-            [view.k for view in seen],
-            [view.v for view in seen],
-            [view.count for view in seen],
-            [none.long() if view.start is None else view.start for view in seen],
-            [none if view.q_sink is None else view.q_sink for view in seen],
-            [view.sinks for view in seen],
+    def _launch(self, kernels: Any, q: Tensor, views: Sequence[OneToken], new: list[Tensor]) -> Tensor:
+        """One launch over all spans that have a view: q [B, H of them, 1, D] to the outputs, of the same shape."""
+        none = q.new_empty(0)
+        out: Tensor = kernels.one_token_attention(
+            q,
+            [view.k for view in views],
+            [view.v for view in views],
+            [view.count for view in views],
+            [none.long() if view.start is None else view.start for view in views],
+            [none if view.q_sink is None else view.q_sink for view in views],
+            [view.sinks for view in views],
+            [view.ring for view in views],
+            new,
             self.scaling,
         )
-        if len(chosen) == 1 == len(spans):
-            return [out]
-        parts = iter(out.split([heads.q.shape[1] for heads, _ in chosen], dim=1))
-        return [next(parts) if own is None else own for own in outputs]
+        return out
 
     def _spans(
         self, q: Tensor, k: Tensor, v: Tensor, q_raw: Tensor, k_raw: Tensor, hidden: Tensor, context: LayerContext

@@ -47,7 +47,7 @@ def kernel_decode_rows(
         def ours(k: Tensor, v: Tensor, columns: int) -> Tensor:
             count = torch.full((1,), columns, device=device)
             held = ([x[:, :, :columns]] for x in (k, v))
-            out: Tensor = kernels.one_token_attention(q, *held, [count], [none.long()], [none], [0], scale)
+            out: Tensor = kernels.one_token_attention(q, *held, [count], [none.long()], [none], [0], [False], [], scale)
             return out
 
         variants["full triton"] = partial(ours, columns=context)

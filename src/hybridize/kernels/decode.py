@@ -15,7 +15,7 @@ PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 BLOCK_N = 64
 
 
-@torch.library.custom_op("hybridize::one_token", mutates_args=())
+@torch.library.custom_op("hybridize::one_token", mutates_args=("k", "v"))
 def one_token_attention(
     q: Tensor,
     k: Sequence[Tensor],
@@ -24,6 +24,8 @@ def one_token_attention(
     start: Sequence[Tensor],
     q_sink: Sequence[Tensor],
     sinks: Sequence[int],
+    rings: Sequence[bool],
+    new: Sequence[Tensor],
     scale: float,
 ) -> Tensor:
     """Attention of one token a row over every span of a layer. A graph sees one operation, never what is inside.
@@ -33,7 +35,9 @@ def one_token_attention(
         k, v: of each span [B, G, S, D]. count: columns that are filled, [B] or [1] int64.
         start: first visible column besides the sinks, [B] or [1] int64; empty: all filled columns are visible.
         q_sink: queries for the sinks where those are re-based, [B, H of the span, 1, D]; empty: q itself.
-        sinks: of each span.
+        sinks, rings: of each span; a ring's columns behind the sinks are written over in turn once all are filled.
+        new: nothing, or (k, v, cos, sin) of the token, [B, G of the layer, 1, D] and [B or 1, 1, D]: q and k come without
+            RoPE, `count` is without the token (a ring's counts on), and the token is written into k and v.
 
     Returns:
         [B, H, 1, D], whose transpose [B, 1, H, D] is contiguous.
@@ -46,6 +50,9 @@ def one_token_attention(
     out = torch.empty(b, 1, h, d, dtype=q.dtype, device=q.device).transpose(1, 2)
     parts = torch.empty(b, h, splits, d, dtype=torch.float32, device=q.device)
     lse = torch.empty(b, h, splits, dtype=torch.float32, device=q.device)
+    token = list(new) if new else [q, q, q, q]
+    token_strides = [n for x in token[:2] for n in x.stride()[:2]]
+    token_strides += [0 if x.shape[0] == 1 else x.stride(0) for x in token[2:]]
     first = 0
     for a in range(0, len(k), 2):  # two spans a launch
         two = a + 1 < len(k)
@@ -58,32 +65,26 @@ def one_token_attention(
             strides += [0 if x.shape[0] == 1 else x.stride(0) for x in (count[i], begin)]
         launched = sum(groups[i] for i in set(spans))
         decode_kernel[(splits, b * launched)](
-            q, parts, lse, *tensors, *q.stride()[:2], *strides, launched, h, groups[a], first * r, splits, scale * LOG2E,
+            q, *token, parts, lse, *tensors, *q.stride()[:2], *token_strides, *strides,
+            launched, h, groups[a], first, splits, *(k[i].shape[2] for i in spans), scale * LOG2E,
             R=r, D=d, BLOCK_D=triton.next_power_of_2(d), BLOCK_R=max(16, triton.next_power_of_2(r)),
             BLOCK_N=BLOCK_N if d <= 128 else 32,
             BLOCK_S=max(16, triton.next_power_of_2(max(1, *(sinks[i] for i in spans)))),
             SINKS_A=sinks[a], SINKS_B=sinks[spans[1]],
             REBASED_A=q_sink[a].numel() > 0, REBASED_B=q_sink[spans[1]].numel() > 0,
             HAS_START_A=start[a].numel() > 0, HAS_START_B=start[spans[1]].numel() > 0,
-            TWO=two, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+            RING_A=len(new) > 0 and rings[a], RING_B=len(new) > 0 and rings[spans[1]],
+            TWO=two, NEW=len(new) > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
         )  # fmt: skip
         first += launched
     join_kernel[(b * h,)](
-        parts,
-        lse,
-        out,
-        *out.stride()[:2],
-        h,
-        splits,
-        D=d,
-        BLOCK_D=triton.next_power_of_2(d),
-        BLOCK_P=triton.next_power_of_2(splits),
-        num_warps=2,
-    )
+        parts, lse, out, *out.stride()[:2], h, splits, D=d, BLOCK_D=triton.next_power_of_2(d),
+        BLOCK_P=triton.next_power_of_2(splits), num_warps=2,
+    )  # fmt: skip
     return out
 
 
 @one_token_attention.register_fake
-def _(q, k, v, count, start, q_sink, sinks, scale):  # type: ignore[no-untyped-def]
+def _(q, k, v, count, start, q_sink, sinks, rings, new, scale):  # type: ignore[no-untyped-def]
     b, h, _, d = q.shape
     return q.new_empty(b, 1, h, d).transpose(1, 2)

@@ -56,7 +56,7 @@ def _decode_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> d
     counts = [torch.tensor([TOKENS - 9, 60], device=device), torch.tensor([40, 33], device=device)]
     none, scale = q.new_empty(0), head_dim**-0.5
     k, v = ([span[i] for span in spans] for i in range(2))
-    mine = one_token_attention(q, k, v, counts, [none.long()] * 2, [none] * 2, [0, SINKS], scale)
+    mine = one_token_attention(q, k, v, counts, [none.long()] * 2, [none] * 2, [0, SINKS], [False] * 2, [], scale)
     theirs = []
     for part, keys, values, count in zip(q.chunk(2, dim=1), k, v, counts, strict=True):
         seen = torch.arange(keys.shape[2], device=device) < count[:, None, None, None]

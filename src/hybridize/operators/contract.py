@@ -98,7 +98,8 @@ class OneToken:
     """What one new token a row sees of a span: columns start <= c < count, and c < sinks, of k and v [B, G, S, D].
 
     count, start: [B] or [1] int64; start None: every filled column. q_sink [B, H, 1, D]: queries for the sinks where those
-    are re-based.
+    are re-based. A static state's k, v and count do not have the token yet: the kernel writes it behind the others, or, in
+    a `ring` that is full, over the one that leaves the window, and sees it.
     """
 
     k: Tensor
@@ -107,6 +108,7 @@ class OneToken:
     start: Tensor | None = None
     sinks: int = 0
     q_sink: Tensor | None = None
+    ring: bool = False
 
 
 class Operator(nn.Module):
@@ -115,12 +117,16 @@ class Operator(nn.Module):
     def forward(self, heads: Heads, state: State | None) -> tuple[Tensor, dict[str, Tensor]]:
         raise NotImplementedError
 
-    def one_token(self, heads: Heads, state: State) -> OneToken | None:
-        """Take in one token a row, and say what it sees, for a kernel that serves all spans of a layer at once.
+    def shares_decode(self, state: State) -> bool:
+        """Whether `one_token` serves this state as it is; else the operator is run by itself."""
+        return False
 
-        None, with nothing taken in: this operator must be run by itself.
+    def one_token(self, heads: Heads, state: State) -> OneToken:
+        """Say what one new token a row sees, for a kernel that serves all spans of a layer at once.
+
+        A growing state takes the token in; a static one leaves that to the kernel, and heads.q and heads.k are not looked at.
         """
-        return None
+        raise NotImplementedError
 
     def new_state(self, max_tokens: int | None) -> State:
         """An empty state; `max_tokens` None for a growing one, else a static, compilable one."""

@@ -28,10 +28,22 @@ class FullAttention(Operator):
             return causal_attention(heads.q, heads.k, heads.v, heads.scale, heads.dropout), {}
         return attend_history(heads, state), {}
 
-    def one_token(self, heads: Heads, state: State) -> OneToken | None:
-        state.append(heads.k, heads.v, heads.chunk)
+    def shares_decode(self, state: State) -> bool:
+        return True
+
+    def one_token(self, heads: Heads, state: State) -> OneToken:
+        count = make_room(heads, state)
         assert state.k is not None and state.v is not None
-        return OneToken(state.k, state.v, heads.chunk.starts + 1)
+        return OneToken(state.k, state.v, count)
+
+
+def make_room(heads: Heads, state: State) -> Tensor:
+    """Columns that hold tokens, for OneToken: a growing state takes the new one in, a static one only has room for it."""
+    if isinstance(state, StaticState):
+        state.allocate(heads.k, heads.v)
+        return heads.chunk.starts
+    state.append(heads.k, heads.v, heads.chunk)
+    return heads.chunk.starts + 1
 
 
 def attend_history(heads: Heads, state: State) -> Tensor:
@@ -67,9 +79,13 @@ class StaticState(State):
         super().__init__()
         self.max_tokens = max_tokens
 
-    def append(self, k: Tensor, v: Tensor, chunk: Chunk) -> None:
+    def allocate(self, k: Tensor, v: Tensor) -> None:
         if self.k is None or self.v is None:
             self.k, self.v = static_zeros(k, self.max_tokens), static_zeros(v, self.max_tokens)
+
+    def append(self, k: Tensor, v: Tensor, chunk: Chunk) -> None:
+        self.allocate(k, v)
+        assert self.k is not None and self.v is not None
         starts = chunk.starts.expand(k.shape[0])
         write_at(self.k, k, starts)
         write_at(self.v, v, starts)

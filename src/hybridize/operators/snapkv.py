@@ -68,13 +68,18 @@ class SnapKVAttention(Operator):
                 state.compress(kept, ending, chunk)
         return out, {}
 
-    def one_token(self, heads: Heads, state: State) -> OneToken | None:
+    def shares_decode(self, state: State) -> bool:
         assert isinstance(state, SnapState)
-        if not state.done:
-            return None
-        state.append(heads.k, heads.v, heads.chunk)
+        return state.done
+
+    def one_token(self, heads: Heads, state: State) -> OneToken:
+        assert isinstance(state, SnapState)
+        count = state.slot(heads.chunk.positions, heads.chunk)[:, 0]
+        if state.max_tokens is None:
+            state.append(heads.k, heads.v, heads.chunk)
+            count = count + 1
         k, v = state.kv()
-        return OneToken(k, v, state.slot(heads.chunk.positions, heads.chunk)[:, 0] + 1)
+        return OneToken(k, v, count)
 
     def _votes(self, heads: Heads, k: Tensor, state: SnapState | None) -> Tensor:
         """Summed attention of the prompt's last queries so far to each key, fp32 [B, G, S]."""

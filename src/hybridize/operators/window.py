@@ -11,7 +11,7 @@ from hybridize.kernels.dispatch import kernels_for
 from hybridize.operators.banded import banded_attention
 from hybridize.operators.contract import Chunk, Heads, OneToken, Operator, State, take, write_at
 from hybridize.operators.dense import masked_attention, softmax_attention
-from hybridize.operators.full import GrowingState, StaticState, static_zeros
+from hybridize.operators.full import GrowingState, StaticState, make_room, static_zeros
 from hybridize.operators.specs import Window
 
 
@@ -67,18 +67,27 @@ class WindowAttention(Operator):
         )
         return softmax_attention(logits, state.v, visible, heads.scale, heads.dropout).reshape(b, h, 1, d)
 
-    def one_token(self, heads: Heads, state: State) -> OneToken | None:
+    def shares_decode(self, state: State) -> bool:
+        return True
+
+    def one_token(self, heads: Heads, state: State) -> OneToken:
         spec, chunk = self.spec, heads.chunk
-        state.append(heads.k, heads.v, chunk)
-        assert state.k is not None and state.v is not None
-        count = chunk.starts + 1
         if spec.decode == "full":  # the state holds every token; a last piece of the prompt sees its window only
-            near = (count - spec.size).clamp_min(0)
+            count = make_room(heads, state)
+            assert state.k is not None and state.v is not None
+            near = (chunk.starts + 1 - spec.size).clamp_min(0)
             start = near if chunk.prompt_len is None else torch.where(chunk.starts < chunk.prompt_len, near, 0)
             return OneToken(state.k, state.v, count, start, spec.sinks)
         q_sink = None if spec.rebased_distance is None else heads.q_sink(spec.rebased_distance)
+        if isinstance(state, StaticWindowState):
+            state._allocate(heads.k, heads.v, chunk)
+            assert state.k is not None and state.v is not None
+            return OneToken(state.k, state.v, chunk.starts, None, spec.sinks, q_sink, ring=True)
+        state.append(heads.k, heads.v, chunk)
+        assert state.k is not None and state.v is not None
         # slots fill in order, and stay filled
-        return OneToken(state.k, state.v, count.clamp_max(state.k.shape[2]), None, spec.sinks, q_sink)
+        count = (chunk.starts + 1).clamp_max(state.k.shape[2])
+        return OneToken(state.k, state.v, count, None, spec.sinks, q_sink)
 
     def _phased(self, heads: Heads, state: State | None) -> Tensor:
         """decode="full": prompt queries see the window, queries behind the prompt see everything."""
