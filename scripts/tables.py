@@ -202,6 +202,18 @@ def drift(data):
     return table(["continuation", "metric", "new tokens", *names], body)
 
 
+def speed(data):
+    body = []
+    for r in data["rows"]:
+        if r["baseline"] == "window flex" and not r["variant"].startswith("window"):
+            continue  # a full span against a window says nothing
+        against = "–" if r["variant"] == r["baseline"] else f"{r['ratio']:.2f} x {r['baseline']}"
+        value = f"{r['value']:,.0f}" if r["value"] >= 1000 else f"{r['value']:.3g}"
+        shares = [f"{100 * r['of_limit']:.0f} %", f"{100 * r['spread']:.1f} %"]
+        body.append([r["what"], r["variant"], f"{r['context']:,}", f"{value} {r['unit']}", against, *shares])
+    return table(["what", "variant", "tokens", "median", "speed, in the same run", "of the limit", "spread"], body)
+
+
 def compared(data):
     rows, body = data["rows"], []
     lengths = sorted({r["context"] for r in rows if r["task"] == "ruler_average"})
@@ -240,6 +252,11 @@ TABLES = {
         "nll-layers": (nll_layers, "nll_smollm2"),
         "fresh": (fresh, "fresh_smollm2"),
         "cache": (cache, "cache_smollm2"),
+    },
+    "docs/speed.md": {
+        "attention": (speed, "speed_first_attention_h200"),
+        "prefill": (speed, "speed_first_prefill_h200"),
+        "decode": (speed, "speed_first_decode_h200"),
     },
     "README.md": {"demo": (demo, "demo_smollm2")},
 }
