@@ -17,6 +17,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hybridize.kernels.decode import one_token_attention
+from hybridize.kernels.rotary import rotate
 from hybridize.kernels.window import window_attention
 from hybridize.operators.banded import banded_attention
 from hybridize.operators.contract import write_at
@@ -156,6 +157,24 @@ def taken_case(rng, dtype, d, r, most, rebased):
     return dict(b=b, r=r, d=d, columns=columns, size=size), errors
 
 
+def rotary_case(rng, dtype, d, r, most, rebased):
+    b, g, t = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, rng.randint(2, 5000 if GPU else 60)])
+    torch.manual_seed(rng.randrange(10**6))
+    leaves = [torch.randn(b, t, n, d, device=DEVICE).to(dtype).transpose(1, 2).requires_grad_() for n in (g * r, g)]
+    angle = torch.randn(rng.choice([1, b]), t, d // 2, device=DEVICE).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    weights = [torch.randn_like(x) for x in leaves]
+    torch.empty = poisoned
+    mine = rotate(*leaves, cos, sin)
+    mine = [*mine, *torch.autograd.grad(mine, leaves, weights)]
+    torch.empty = REAL_EMPTY
+    exact = [x.detach().float().requires_grad_() for x in leaves]
+    theirs = apply_rotary_pos_emb(*exact, cos.float(), sin.float())
+    theirs = [*theirs, *torch.autograd.grad(theirs, exact, [w.float() for w in weights])]
+    names = ["q", "k", "dq", "dk"]
+    return dict(b=b, g=g, r=r, t=t, d=d), {n: error(x.detach(), y.detach()) for n, x, y in zip(names, mine, theirs)}
+
+
 def far_offsets():
     """Tensors of more than 2^31 elements: the last tokens of the last head must be theirs."""
     t, h, d, size = (1 << 17) + 5, 130, 128, 64
@@ -186,7 +205,7 @@ def check_kind(number, kind, cases, until):
     """Rows of one kind's random cases, of both kernels."""
     torch.backends.cuda.matmul.allow_tf32 = False
     rng, (dtype, *shape), rows = random.Random(number), kind, []
-    for case in (window_case, decode_case, taken_case) * cases:
+    for case in (window_case, decode_case, taken_case, rotary_case) * cases:
         if time.time() > until:
             break
         facts, errors = case(rng, dtype, *shape)

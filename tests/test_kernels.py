@@ -13,6 +13,7 @@ from hybridize.operators.contract import write_at
 
 pytest.importorskip("triton")
 from hybridize.kernels.decode import one_token_attention
+from hybridize.kernels.rotary import rotate
 from hybridize.kernels.window import window_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,6 +154,24 @@ def test_refusals():
     q = torch.zeros(1, 2, 4, 16, device=DEVICE)
     with pytest.raises(hz.HybridizeError, match="scale"):
         window_attention(q, q, q, q[:, :, :1], q[:, :, :1], where, size=3, scale=-1.0)
+
+
+@pytest.mark.parametrize("d", [16, 24])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rotary_kernel_is_the_bases(d, rows):
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(2, 37, n, d, generator=generator).to(DEVICE).transpose(1, 2) for n in (9, 3))
+    angle = torch.randn(rows, 37, d // 2, generator=generator).repeat(1, 1, 2).to(DEVICE)
+    results = []
+    for function in (rotate, apply_rotary_pos_emb):
+        leaves = [x.clone().requires_grad_() for x in (q, k)]
+        out = function(*leaves, angle.cos(), angle.sin())
+        sum((x * x.cos()).sum() for x in out).backward()
+        results.append([*(x.detach() for x in out), *(x.grad for x in leaves)])
+    for mine, theirs in zip(*results):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(*pair) for pair in list(zip(*results))[:2])
+    assert all(x.transpose(1, 2).is_contiguous() for x in rotate(q, k, angle.cos(), angle.sin()))
 
 
 # -- the choice -----------------------------------------------------------------------------------------------------
@@ -369,6 +388,12 @@ def test_kernels_prove_themselves(monkeypatch):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(proof, "window_attention", real)
+    monkeypatch.setattr(proof, "rotate", lambda q, k, cos, sin: rotate(q, k, cos, -sin))
+    assert "rotary by" in proof.why_wrong(device, torch.float32, 16)
+    monkeypatch.setattr(proof, "rotate", rotate)
+    whole = proof.one_token_attention
+    monkeypatch.setattr(proof, "one_token_attention", lambda *a: whole(*a[:8], [x * 0.9 for x in a[8]], a[9]))
+    assert "what is written of it by" in proof.why_wrong(device, torch.float32, 16)
     monkeypatch.setattr(proof, "one_token_attention", broken)
     assert "no such instruction" in proof.why_wrong(device, torch.float32, 16)
     said, q = [], torch.zeros(1, 2, 4, 16, device=device)

@@ -145,7 +145,7 @@ class HybridAttention(nn.Module):
             views = [op.one_token(heads, st) for op, heads, st in zip(self.operators, spans, states, strict=True)]
             out = self._launch(kernels, q_raw, views, [k_raw, v, *context.rotation])
             return self.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:-1], -1)), {}
-        q, k = apply_rotary_pos_emb(q_raw, k_raw, *context.rotation)
+        q, k = rotated(q_raw, k_raw, context.rotation)
         if static:
             shared = [False] * len(shared)
         spans = self._spans(q, k, v, q_raw, k_raw, hidden, context)
@@ -247,6 +247,12 @@ class HybridAttention(nn.Module):
             k_raw=lambda: k_raw[:, span],
             q_sink=q_sink,
         )
+
+
+def rotated(q: Tensor, k: Tensor, rotation: Rotation) -> Rotation:
+    """RoPE of q [B, H, T, D] and k [B, G, T, D]; the compiler of a traced graph needs no kernel for it."""
+    kernels = None if torch.compiler.is_compiling() else kernels_for("rotary", q)
+    return apply_rotary_pos_emb(q, k, *rotation) if kernels is None else kernels.rotate(q, k, *rotation)
 
 
 def select_heads(weight: Tensor, order: list[int], heads: int, head_dim: int, dim: int) -> Tensor:

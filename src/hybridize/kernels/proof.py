@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hybridize.kernels.decode import one_token_attention
+from hybridize.kernels.rotary import rotate
 from hybridize.kernels.window import window_attention
 
 LIMIT = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-3}
@@ -21,7 +23,8 @@ def why_wrong(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
         devices = [device] if device.type == "cuda" else []
         with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(0)
-            errors = {**_window_errors(device, dtype, head_dim), **_decode_errors(device, dtype, head_dim)}
+            errors = _window_errors(device, dtype, head_dim) | _decode_errors(device, dtype, head_dim)
+            errors |= _token_errors(device, dtype, head_dim) | _rotary_errors(device, dtype, head_dim)
     except Exception as error:  # a compiler's failure can be of any type, and the reference is there
         return f"they fail on this device ({type(error).__name__}: {error})"
     wrong = {name: value for name, value in errors.items() if not value <= LIMIT[dtype]}  # NaN is wrong too
@@ -62,6 +65,39 @@ def _decode_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> d
         seen = torch.arange(keys.shape[2], device=device) < count[:, None, None, None]
         theirs.append(_written_out(part.float(), keys.float(), values.float(), seen, scale))
     return {"decode": _error(mine, torch.cat(theirs, dim=1))}
+
+
+def _token_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, float]:
+    """A new token in a static cache: one row has room behind the others, the other's ring is full."""
+    q, new_k, new_v = (torch.randn(ROWS, n, 1, head_dim, device=device, dtype=dtype) for n in (GROUPS * HEADS, GROUPS, GROUPS))
+    k, v = (torch.randn(ROWS, GROUPS, SINKS + SIZE, head_dim, device=device, dtype=dtype) for _ in "kv")
+    angle = torch.randn(ROWS, 1, head_dim // 2, device=device).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    turned_q, turned_k = apply_rotary_pos_emb(q, new_k, cos, sin)
+    count, none, scale = torch.tensor([SIZE // 2, SINKS + 2 * SIZE + 7], device=device), q.new_empty(0), head_dim**-0.5
+    held = [x.clone() for x in (k, v)]
+    for x, token in zip(held, (turned_k, new_v), strict=True):
+        x[0, :, SIZE // 2], x[1, :, SINKS + 7] = token[0, :, 0], token[1, :, 0]
+    mine = one_token_attention(
+        q, [k], [v], [count], [none.long()], [none], [SINKS], [True], [new_k, new_v, cos, sin], scale
+    )  # fmt: skip
+    seen = torch.arange(k.shape[2], device=device) <= count[:, None, None, None]
+    theirs = _written_out(turned_q.float(), held[0].float(), held[1].float(), seen, scale)
+    written = max(_error(a, b.float()) for a, b in zip((k, v), held, strict=True))
+    return {"new token": _error(mine, theirs), "what is written of it": written}
+
+
+def _rotary_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, float]:
+    shapes = (ROWS, 2 * GROUPS), (ROWS, GROUPS)
+    leaves = [torch.randn(*s, TOKENS, head_dim, device=device, dtype=dtype, requires_grad=True) for s in shapes]
+    angle = torch.randn(1, TOKENS, head_dim // 2, device=device).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    q, k = leaves
+    mine, theirs = rotate(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin)
+    weights = [torch.randn_like(x) for x in mine]
+    pairs = [*zip(mine, theirs, strict=True)]
+    pairs += zip(*(torch.autograd.grad(out, leaves, weights) for out in (mine, theirs)), strict=True)
+    return {"rotary": max(_error(a, b.float()) for a, b in pairs)}
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
