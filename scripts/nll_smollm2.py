@@ -20,18 +20,18 @@ import torch
 
 import hybridize as hz
 from hybridize.answers import batches, run_answers
-from hybridize.data.needles import KINDS, needle_prompts
+from hybridize.data.needles import CALIBRATION_KINDS, needle_prompts
 from hybridize.data.text import bundled_text
 from hybridize.evaluation.perplexity import position_cells
 from hybridize.evaluation.retrieval import retrieval_cells, retrieval_hits
 from hybridize.files import read_json, write_json
 from hybridize.loading import load
-from hybridize.methods.nll import SCORERS as ALL_SCORERS
-from hybridize.methods.nll import control_plans, plan_from_scores, score
+from hybridize.methods.nll import control_plans, plan_from_scores
 from hybridize.results import device_name, quality_row, results, versions, write_results
+from hybridize.scoring.scorers import score
 
 SINKS = 4
-SCORERS = [name for name in ALL_SCORERS if name != "duo"]  # duo goes by group
+SCORERS = ["nll", "drop", "greedy", "backward", "lazy"]
 BUDGETS = (0.125, 0.25, 0.5)
 CALIBRATION_SEED, TEST_SEED = 1, 2
 
@@ -79,11 +79,11 @@ class Experiment:
     def calibration(self, name="main"):
         few = 2 if self.args.small else None
         choices = {
-            "main": (few or 32, [1024, 2048], sorted(KINDS)),  # 64 prompts
+            "main": (few or 32, [1024, 2048], CALIBRATION_KINDS),  # 64 prompts
             "number-1k": (few or 64, [1024], ["number"]),
             "number-2k": (few or 64, [2048], ["number"]),
-            "kinds-1k": (few or 64, [1024], sorted(KINDS)),
-            "long": (few or 8, [1024, 2048, 4096, 8192], sorted(KINDS)),
+            "kinds-1k": (few or 64, [1024], CALIBRATION_KINDS),
+            "long": (few or 8, [1024, 2048, 4096, 8192], CALIBRATION_KINDS),
             "few-1k": (few or 16, [1024], ["number"]),
             "multikey": (few or 32, [1024, 2048], ["multikey"]),
             "short": (few or 64, [128 + SINKS], ["number", "words", "code", "friend"]),

@@ -20,8 +20,8 @@ from hybridize.entries import entry_of, make_comparison, read_comparison
 from hybridize.evaluation import suite
 from hybridize.evaluation.estimate import estimate
 from hybridize.evaluation.suite import Measure, Proof
-from hybridize.methods import nll
 from hybridize.report.comparison import headline, mark
+from hybridize.scoring import scorers
 from test_cli import Killed, run, short_text  # noqa: F401  a fixture
 from test_report import CHROMIUM, browse
 
@@ -66,7 +66,7 @@ def material(tmp_path_factory):
 
 
 def test_the_whole_way(capsys, material, tmp_path, monkeypatch):
-    monkeypatch.setattr(nll, "duo_scores", functools.partial(nll.duo_scores, steps=3))
+    monkeypatch.setattr(scorers, "duo_scores", functools.partial(scorers.duo_scores, steps=3))
     code, out, err = run(capsys, "compare", material / "compare.yaml", "--out", tmp_path / "out")
     assert code == 0, err
     assert "measures to take" in out and "no sinks" in out

@@ -12,8 +12,9 @@ from hybridize.answers import answer_hits, batches, collate, run_answers
 from hybridize.data.needles import KINDS, Prompt, needle_prompts
 from hybridize.data.text import bundled_text
 from hybridize.evaluation.retrieval import retrieval_cells, retrieval_hits
-from hybridize.methods.nll import RANDOM_SEEDS, control_plans, periodic_layers, plan_from_scores, random_layers, score
+from hybridize.methods.nll import RANDOM_SEEDS, control_plans, periodic_layers, plan_from_scores, random_layers
 from hybridize.scoring.nll import greedy_scores, nll_scores
+from hybridize.scoring.scorers import score
 from hybridize.scoring.suffix import SuffixRunner
 
 WINDOW = hz.Window(16, 2)
@@ -211,7 +212,12 @@ def test_needle_prompts(tokenizer, kind):
         assert whole.count(prompt.answer) == 2  # in the needle, and as the answer
         place = whole.index(prompt.answer) / len(whole)
         assert abs(place - prompt.depth) < 0.25
-        statement = re.escape(KINDS[kind].statement).replace(r"\{key\}", r"\w+").replace(r"\{value\}", r"[\w ]+")
+        statement = (
+            re.escape(KINDS[kind].statement)
+            .replace(r"\{key\}", r"\w+")
+            .replace(r"\{name\}", r"\w+")
+            .replace(r"\{value\}", r"[\w ]+")
+        )
         assert len(re.findall(statement, whole)) == 1 + KINDS[kind].decoys
 
 

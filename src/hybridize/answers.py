@@ -126,9 +126,16 @@ def greedy_texts(model: Any, tokenizer: Any, rows: Sequence[Sequence[int]], new_
 
     A row that ends early is filled up with the padding or end token, never with one that decodes to text.
     """
-    ids, mask = left_pad(rows, model.device)
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=max(new_tokens), do_sample=False, pad_token_id=filler(tokenizer)
-    )
-    answers = [row[:room] for row, room in zip(out[:, ids.shape[1] :].tolist(), new_tokens, strict=True)]
+    answers = greedy_tokens(model, rows, new_tokens, pad_token_id=filler(tokenizer))
     return tokenizer.batch_decode(answers, skip_special_tokens=True)
+
+
+@torch.no_grad()
+def greedy_tokens(
+    model: Any, rows: Sequence[Sequence[int]], new_tokens: Sequence[int], pad_token_id: int | None = None
+) -> list[list[int]]:
+    """Greedy answers in one left-padded batch, row i cut at `new_tokens[i]`; without padding no end token ends a row."""
+    ids, mask = left_pad(rows, model.device)
+    ends = {"pad_token_id": pad_token_id} if pad_token_id is not None else {"pad_token_id": 0, "eos_token_id": None}
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=max(new_tokens), do_sample=False, **ends)
+    return [row[:room] for row, room in zip(out[:, ids.shape[1] :].tolist(), new_tokens, strict=True)]

@@ -32,7 +32,7 @@ WindowSize = Annotated[int, typer.Option("--window", help="Window of the others,
 Sinks = Annotated[int, typer.Option(help="First tokens that stay visible.")]
 SinkPositions = Annotated[str, typer.Option(help="absolute, or rebased: RoPE distance to sinks stays bounded.")]
 Decode = Annotated[str, typer.Option(help="window, or full: generated tokens see everything (no memory is saved).")]
-Unit = Annotated[str, typer.Option(help="layer or group.")]
+Unit = Annotated[str | None, typer.Option(help="layer, group or head; the selector's own without it.")]
 Prompts = Annotated[int, typer.Option(help="Calibration prompts.")]
 Length = Annotated[str, typer.Option(help="Tokens of a calibration prompt, comma-separated; prompts are shared out.")]
 Text = Annotated[str, typer.Option(help="Calibration text: 'calibration' (bundled), a .txt or .jsonl file, hub:NAME.")]
@@ -91,7 +91,7 @@ def score(
     sinks: Sinks = 4,
     sink_positions: SinkPositions = "absolute",
     decode: Decode = "window",
-    unit: Unit = "layer",
+    unit: Unit = None,
     prompts: Prompts = 8,
     length: Length = "1024",
     text: Text = "calibration",
@@ -142,7 +142,7 @@ def convert(
     sinks: Sinks = 4,
     sink_positions: SinkPositions = "absolute",
     decode: Decode = "window",
-    unit: Unit = "layer",
+    unit: Unit = None,
     prompts: Prompts = 8,
     length: Length = "1024",
     text: Text = "calibration",

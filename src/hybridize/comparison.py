@@ -18,13 +18,14 @@ from hybridize.evaluation.suite import Measure
 from hybridize.files import read_json
 from hybridize.loading import Loaded
 from hybridize.methods.baselines import BASELINES, baseline_plan, matched_plan
-from hybridize.methods.nll import SCORERS, control_plans
+from hybridize.methods.nll import control_plans
 from hybridize.operators.specs import DTYPE_BYTES
 from hybridize.options import load_model
 from hybridize.plan import FORMAT as PLAN_FORMAT
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.runs import RunFolder
 from hybridize.scores import Scores
+from hybridize.scoring.scorers import SCORERS
 from hybridize.workflows import Report, compute_scores, hybrid_of, measure, paired_rows, plan_head, silent
 
 
@@ -81,8 +82,7 @@ def _candidate(
 ) -> Candidate:
     source, cheap, at = entry.source, asked.ask.cheap, asked.match_at
     if source in SCORERS:
-        unit = "group" if source == "duo" else "layer"
-        ask = replace(asked.ask, **{"unit": unit, **entry.select, "selector": source})
+        ask = replace(asked.ask, **{"unit": None, **entry.select, "selector": source})
         step = f"score-{entry.name}"
         scores = compute_scores(run, loaded, model, ask, report, step)
         seconds = sum(value for name, value in run.seconds.items() if name.startswith(step))

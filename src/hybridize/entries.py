@@ -13,8 +13,8 @@ import yaml
 from hybridize.errors import HybridizeError, bad
 from hybridize.evaluation.suite import Proof
 from hybridize.methods.baselines import BASELINES
-from hybridize.methods.nll import SCORERS
 from hybridize.options import lengths_of, ruler_tasks
+from hybridize.scoring.scorers import SCORERS
 from hybridize.workflows import CONTEXTS, Selection
 
 

@@ -24,7 +24,7 @@ def selection_of(options: dict[str, Any]) -> Selection:
         "batch_tokens",
     )  # fmt: skip
     ask = Selection(**{name: options[name] for name in names}, lengths=lengths_of(options["length"], "length"))
-    _ = ask.cheap  # its fields are checked before anything is loaded
+    _ = ask.cheap, ask.asked_unit  # checked before anything is loaded
     if not 0 <= ask.budget <= 1:
         raise bad("budget", ask.budget, "a share between 0 and 1")
     for name in ("prompts", "batch_tokens"):

@@ -144,7 +144,7 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
         check_output_folder(out, options["overwrite"])
         loaded = load_model(model, options)
         hybrid = hybrid_of(loaded)
-        units = hybrid.plan.geometry.layers * (1 if ask.unit == "layer" else hybrid.plan.geometry.kv_heads)
+        units = hybrid.plan.geometry.layers * (1 if ask.asked_unit == "layer" else hybrid.plan.geometry.kv_heads)
         units_for_budget(units, ask.budget)
         if fixed is not None:
             fixed.check_base(hybrid.plan.geometry)

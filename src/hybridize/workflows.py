@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 
 from hybridize.conversion import convert
-from hybridize.data.needles import KINDS, Prompt, needle_prompts
+from hybridize.data.needles import Prompt, needle_prompts
 from hybridize.data.text import load_text
 from hybridize.evaluation.cells import Cell, against, merged
 from hybridize.evaluation.suite import Measure, Proof, measures
 from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded
-from hybridize.methods.nll import plan_from_scores, score
+from hybridize.methods.nll import plan_from_scores
 from hybridize.operators.specs import Window
 from hybridize.plan import AttentionPlan
 from hybridize.results import quality_row
 from hybridize.runs import RunFolder
 from hybridize.scores import Scores
+from hybridize.scoring.scorers import kinds_of, score, unit_of
 
 DRIFT_PROMPT = 512  # tokens before a long generation, about
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
@@ -36,7 +37,7 @@ def silent(what: str, done: float, of: int) -> None:
 
 @dataclass(frozen=True)
 class Selection:
-    """How layers are chosen, and what the others run."""
+    """How layers, or groups, are chosen, and what the others run. unit, kinds: None for the selector's own."""
 
     selector: str = "drop"
     budget: float = 0.25
@@ -44,10 +45,10 @@ class Selection:
     sinks: int = 4
     sink_positions: str = "absolute"
     decode: str = "window"
-    unit: str = "layer"
+    unit: str | None = None
     prompts: int = 8
     lengths: tuple[int, ...] = (1024,)
-    kinds: tuple[str, ...] = tuple(sorted(KINDS))
+    kinds: tuple[str, ...] | None = None
     text: str = "calibration"
     seed: int = 1
     batch_tokens: int = 1024
@@ -67,7 +68,16 @@ class Selection:
         return sum(count * length for count, length in zip(self.counts, self.lengths, strict=True))
 
     def as_config(self) -> dict[str, Any]:
-        return {**asdict(self), "lengths": list(self.lengths), "kinds": list(self.kinds)}
+        asked = {"unit": self.asked_unit, "lengths": list(self.lengths), "kinds": list(self.asked_kinds)}
+        return {**asdict(self), **asked}
+
+    @property
+    def asked_unit(self) -> str:
+        return unit_of(self.selector, self.unit)
+
+    @property
+    def asked_kinds(self) -> tuple[str, ...]:
+        return kinds_of(self.selector) if self.kinds is None else self.kinds
 
 
 def hybrid_of(loaded: Loaded) -> Any:
@@ -84,7 +94,7 @@ def compute_scores(
     AttentionPlan.base(model.plan.geometry).check_context(max(ask.lengths), "length")
     text, prompts = "\n\n".join(load_text(ask.text)), []
     for count, length in zip(ask.counts, ask.lengths, strict=True):
-        prompts += needle_prompts(loaded.tokenizer, text, length=length, count=count, kinds=ask.kinds, seed=ask.seed)
+        prompts += needle_prompts(loaded.tokenizer, text, length=length, count=count, kinds=ask.asked_kinds, seed=ask.seed)
 
     def part(chosen: Sequence[Prompt], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
         made = score(
@@ -93,7 +103,7 @@ def compute_scores(
             ask.cheap,
             ask.selector,
             budget=ask.budget,
-            unit=ask.unit,
+            unit=ask.asked_unit,
             batch_tokens=ask.batch_tokens,
             progress=progress,
         )
@@ -108,7 +118,9 @@ def compute_scores(
         report("scoring", i + 1, len(prompts))
     provenance = {**parts[0].provenance, "prompts": len(prompts), "kinds": sorted({p.kind for p in prompts})}
     provenance["lengths"] = list(ask.lengths)
-    return Scores(ask.unit, np.concatenate([p.samples for p in parts]), {**provenance, "seed": ask.seed, "text": ask.text})
+    return Scores(
+        ask.asked_unit, np.concatenate([p.samples for p in parts]), {**provenance, "seed": ask.seed, "text": ask.text}
+    )
 
 
 def plan_of_scores(scores: Scores, base: AttentionPlan, ask: Selection) -> AttentionPlan:

@@ -25,7 +25,10 @@ NAMES = (
 
 @dataclass(frozen=True)
 class NeedleKind:
-    """statement, question and prefix take {key} and {value}; `value` draws one; `decoys` more needles of other keys."""
+    """statement, question and prefix take {key} and {value}, a statement {name} too; `value` draws one.
+
+    decoys: more needles of other keys.
+    """
 
     statement: str
     question: str
@@ -72,13 +75,23 @@ KINDS: dict[str, NeedleKind] = {
         "The person who keeps the key of the {key} house mentioned in the provided text is:",
         lambda rng: f"{rng.choice(NAMES)} {rng.choice(KEYS).capitalize()}",
     ),
+    "courier": NeedleKind(  # the key leads to a name, the name to the value
+        "The {key} courier is called {name}. The number that {name} carries is: {value}.",
+        "What is the number that the {key} courier mentioned in the provided text carries?",
+        "The number that the {key} courier mentioned in the provided text carries is:",
+        _number,
+    ),
 }
+CALIBRATION_KINDS = ("code", "friend", "multikey", "number", "words")
 INTRO = "Some facts are hidden in the following text. Read it and remember them. I will ask about them at the end.\n\n"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids: prompt and answer tokens; the answer is ids[prompt_len:]. depth: 0 (start) to 1 (end) of the text."""
+    """ids: prompt and answer tokens; the answer is ids[prompt_len:]. depth: 0 (start) to 1 (end) of the text.
+
+    needle, text: where the asked needle, and the haystack with all needles, lie in ids; None: there is none.
+    """
 
     ids: tuple[int, ...]
     prompt_len: int
@@ -86,6 +99,19 @@ class Prompt:
     length: int
     depth: float
     answer: str
+    needle: tuple[int, int] | None = None
+    text: tuple[int, int] | None = None
+
+
+def needle_of(prompt: Prompt) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(needle, text) of a prompt.
+
+    Raises:
+        HybridizeError: it has none.
+    """
+    if prompt.needle is None or prompt.text is None:
+        raise bad("prompts", f"a {prompt.kind!r} prompt that says of no needle where it lies", "needle_prompts(...)")
+    return prompt.needle, prompt.text
 
 
 def needle_prompts(
@@ -167,7 +193,10 @@ def _prompt(hay: Haystack, kind_name: str, length: int, depth: float, rng: rando
     prefix = kind.prefix.format(key=key)
     start, whole = hay.encode(prefix), hay.encode(f"{prefix} {value}")
     shared = next((i for i, (a, b) in enumerate(zip(start, whole, strict=False)) if a != b), len(start))
-    needles = [hay.encode(" " + kind.statement.format(key=k, value=v)) for k, v in zip(keys, values, strict=True)]
+    names = rng.sample(NAMES, len(keys)) if "{name}" in kind.statement else keys
+    needles = [
+        hay.encode(" " + kind.statement.format(key=k, value=v, name=n)) for k, v, n in zip(keys, values, names, strict=True)
+    ]
     room = length - len(head) - len(tail) - len(whole) - sum(map(len, needles))
     if room < 16:
         raise bad("length", length, f"at least {length - room + 16} tokens for a {kind_name!r} needle and its question")
@@ -177,7 +206,11 @@ def _prompt(hay: Haystack, kind_name: str, length: int, depth: float, rng: rando
         cut = _sentence_end(hay, body, round(place * room))
         body = body[:cut] + needle + body[cut:]
     ids = head + body + tail + whole
-    return Prompt(tuple(ids), len(ids) - len(whole) + shared, kind_name, length, depth, value)
+    text = (len(head), len(head) + len(body))
+    asked = needles[0]
+    at = next(i for i in range(*text) if ids[i : i + len(asked)] == asked)
+    prompt_len = len(ids) - len(whole) + shared
+    return Prompt(tuple(ids), prompt_len, kind_name, length, depth, value, (at, at + len(asked)), text)
 
 
 def _sentence_end(hay: Haystack, body: list[int], wanted: int) -> int:

@@ -7,58 +7,12 @@ one lowers the NLL of an answer that needs the far context. No weight changes.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
 
-from hybridize.data.needles import Prompt
-from hybridize.errors import bad
 from hybridize.operators.specs import Window
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.scores import Scores
-from hybridize.scoring.duo import duo_scores
-from hybridize.scoring.lazy import lazy_scores
-from hybridize.scoring.nll import greedy_scores, nll_scores
 
-# nll is the paper's (restore one layer of the all-window model); drop, greedy and backward are the same score asked
-# another way; lazy is LightTransfer's, duo DuoAttention's learned gates
-SCORERS = ("nll", "drop", "greedy", "backward", "lazy", "duo")
-DEFAULT_SELECTOR = "drop"
 RANDOM_SEEDS = range(5)
-
-
-def score(
-    model: Any,
-    prompts: Sequence[Prompt],
-    cheap: Window,
-    selector: str = DEFAULT_SELECTOR,
-    *,
-    budget: float = 0.25,
-    unit: str = "layer",
-    batch_tokens: int = 8192,
-    progress: Callable[[int, int], None] | None = None,
-) -> Scores:
-    """Scores by one of SCORERS. `budget` tells the stepwise ones how far to go.
-
-    Raises:
-        HybridizeError: an unknown selector, `lazy` asked for groups, or `duo` for layers.
-    """
-    if selector in ("nll", "drop"):
-        base = "window" if selector == "nll" else "full"
-        return nll_scores(model, prompts, cheap, base=base, unit=unit, batch_tokens=batch_tokens, progress=progress)
-    if selector in ("greedy", "backward"):
-        geometry = model.plan.geometry
-        units = geometry.layers * (1 if unit == "layer" else geometry.kv_heads)
-        kept = units_for_budget(units, budget)
-        backward = selector == "backward"
-        steps = max(1, units - kept) if backward else kept
-        return greedy_scores(
-            model, prompts, cheap, steps, backward=backward, unit=unit, batch_tokens=batch_tokens, progress=progress
-        )
-    if selector == "lazy" and unit == "layer":
-        return lazy_scores(model, prompts, cheap, batch_tokens=batch_tokens)
-    if selector == "duo" and unit == "group":
-        return duo_scores(model, prompts, cheap, batch_tokens=batch_tokens, progress=progress)
-    raise bad("selector", f"{selector} by {unit}", f"one of {SCORERS}; lazy goes by layer only, duo by group only")
 
 
 def plan_from_scores(scores: Scores, base: AttentionPlan, cheap: Window, budget: float) -> AttentionPlan:
