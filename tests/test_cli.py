@@ -112,7 +112,7 @@ def test_the_whole_way(capsys, base, tmp_path, ids):
 @pytest.mark.parametrize("selector", ["nll", "greedy", "backward", "lazy", "echo", "retrieval", "reasoning"])
 def test_convert_by_every_selector(capsys, base, tmp_path, selector):
     words = ["convert", base, "--selector", selector, "--out", tmp_path / "out", *SMALL, *PROVE, "--json"]
-    code, out, err = run(capsys, *words)
+    code, _, err = run(capsys, *words)
     assert code == 0, err
     kept = [name for row in hz.AttentionPlan.load(tmp_path / "out" / "plan.json").assignment for name in row].count("full")
     assert kept == 3  # a layer of three groups, or three groups

@@ -12,7 +12,8 @@ from hybridize.answers import answer_hits, batches, collate, run_answers
 from hybridize.data.needles import KINDS, Prompt, needle_prompts
 from hybridize.data.text import bundled_text
 from hybridize.evaluation.retrieval import retrieval_cells, retrieval_hits
-from hybridize.methods.nll import RANDOM_SEEDS, control_plans, periodic_layers, plan_from_scores, random_layers
+from hybridize.methods.baselines import RANDOM_SEEDS, random_group_plans
+from hybridize.methods.nll import control_plans, periodic_layers, plan_from_scores, random_layers
 from hybridize.scoring.nll import greedy_scores, nll_scores
 from hybridize.scoring.scorers import score
 from hybridize.scoring.suffix import SuffixRunner
@@ -159,6 +160,14 @@ def test_unknown_selectors(model, prompts):
             score(model, prompts, WINDOW, arguments[0], unit=arguments[1])
     with pytest.raises(hz.HybridizeError, match="unit"):
         nll_scores(model, prompts, WINDOW, unit="head")
+
+
+def test_random_groups(model):
+    plans = random_group_plans(model.plan, WINDOW, 0.25)
+    assert list(plans) == [f"random-groups-{seed}" for seed in RANDOM_SEEDS]
+    counts = [[name for row in plan.assignment for name in row].count("full") for plan in plans.values()]
+    assert counts == [5] * 5 and len({plan.assignment for plan in plans.values()}) == 5  # 18 groups / 4, half up
+    assert plans == random_group_plans(model.plan, WINDOW, 0.25)
 
 
 def test_same_seed_same_plan(model, prompts):

@@ -114,7 +114,9 @@ def plan(
     model: Model,
     out: Annotated[Path | None, typer.Option(help="Where to write plan.json; without it the plan is only printed.")] = None,
     scores: ScoresFile = None,
-    selector: Annotated[str | None, typer.Option(help="Without scores: periodic-PHASE, random-SEED or all-window.")] = None,
+    selector: Annotated[
+        str | None, typer.Option(help="Without scores: periodic-PHASE, random-SEED, random-groups-SEED, all-window.")
+    ] = None,
     budget: Budget = 0.25,
     window: WindowSize = 128,
     sinks: Sinks = 4,

@@ -17,7 +17,7 @@ from hybridize.evaluation.statistics import holm
 from hybridize.evaluation.suite import Measure
 from hybridize.files import read_json
 from hybridize.loading import Loaded
-from hybridize.methods.baselines import BASELINES, baseline_plan, matched_plan
+from hybridize.methods.baselines import BASELINES, baseline_plan, matched_plan, random_group_plans
 from hybridize.methods.nll import control_plans
 from hybridize.operators.specs import DTYPE_BYTES
 from hybridize.options import load_model
@@ -92,7 +92,8 @@ def _candidate(
         return Candidate(entry.name, source, baseline_plan(source, match, at, asked.ask.sinks), tokens=0, seconds=0.0)
     path = Path(source)
     if not path.exists():
-        controls = control_plans(base, cheap, asked.ask.budget)
+        budget = asked.ask.budget
+        controls = control_plans(base, cheap, budget) | random_group_plans(base, cheap, budget)
         if source not in controls:
             raise bad("compare.entries", source, f"one of {sorted(controls)}, or an existing path")
         return Candidate(entry.name, source, controls[source], tokens=0, seconds=0.0)

@@ -13,6 +13,7 @@ from hybridize.evaluation.suite import Proof
 from hybridize.files import check_output_folder, write_json
 from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded, load
+from hybridize.methods.baselines import random_group_plans
 from hybridize.methods.nll import control_plans
 from hybridize.options import lengths_of, load_model, read_config, selection_of
 from hybridize.plan import AttentionPlan, units_for_budget
@@ -112,7 +113,7 @@ def plan(
     if scores is not None:
         made = plan_of_scores(Scores.load(scores), base, ask)
     else:
-        controls = control_plans(base, ask.cheap, ask.budget)
+        controls = control_plans(base, ask.cheap, ask.budget) | random_group_plans(base, ask.cheap, ask.budget)
         if selector not in controls:
             raise bad("selector", selector, f"one of {sorted(controls)}")
         made = controls[selector]
@@ -277,8 +278,12 @@ def _dry_run(
     elif given is not None:
         made = plan_of_scores(given, base, ask)
     else:
-        keep = units_for_budget(base.geometry.layers, ask.budget)
-        terminal.say(f"which {keep} layers stay is known after scoring; what they cost does not depend on it:")
-        made = AttentionPlan.from_layers(base.geometry, range(keep), ask.cheap)
+        layers, groups = base.geometry.layers, base.geometry.kv_heads
+        by_layer = ask.asked_unit == "layer"
+        keep = units_for_budget(layers if by_layer else layers * groups, ask.budget)
+        what = "layers" if by_layer else "groups"
+        terminal.say(f"which {keep} {what} stay is known after scoring; what they cost does not depend on it:")
+        pairs = [divmod(unit, groups) for unit in range(keep * groups if by_layer else keep)]
+        made = AttentionPlan.from_groups(base.geometry, pairs, ask.cheap)
     _show_plan(terminal, made, memory_estimate(config, made, 8192, 1, "bfloat16"))
     terminal.result({"plan": made.to_dict(), "cost": cost_rows(made)})

@@ -1,18 +1,20 @@
-"""Published baselines at the cache bytes of another plan, and plans of imported scores at the same bytes."""
+"""Published baselines at the cache bytes of another plan, plans of imported scores at the same bytes, random groups."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from hybridize.errors import bad
 from hybridize.operators.specs import OperatorSpec, SnapKV, Window
-from hybridize.plan import AttentionPlan
+from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.scores import Scores
 
 BASELINES = ("streaming", "snapkv")
 OBSERVE = 32
+RANDOM_SEEDS = range(5)
 
 
 def largest_that_fits(make: Callable[[int], AttentionPlan], low: int, high: int, bytes_: int, context: int) -> AttentionPlan:
@@ -65,3 +67,17 @@ def matched_plan(scores: Scores, match: AttentionPlan, context: int, cheap: Wind
 
     plan = largest_that_fits(make, 0, len(units), match.cache_bytes(context), context)
     return replace(plan, provenance={**provenance, "matched_at": context})
+
+
+def random_group_plans(base: AttentionPlan, cheap: Window, budget: float) -> dict[str, AttentionPlan]:
+    """As many groups as a score would keep, drawn by chance: "random-groups-SEED"."""
+    geometry, plans = base.geometry, {}
+    units = geometry.layers * geometry.kv_heads
+    for seed in RANDOM_SEEDS:
+        name = f"random-groups-{seed}"
+        drawn = random.Random(f"groups/{seed}").sample(range(units), units_for_budget(units, budget))
+        pairs = [divmod(unit, geometry.kv_heads) for unit in drawn]
+        plans[name] = AttentionPlan.from_groups(
+            geometry, pairs, cheap, {"method": "control", "selector": name, "budget": budget}
+        )
+    return plans

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import random
 
+from hybridize.methods.baselines import RANDOM_SEEDS
 from hybridize.operators.specs import Window
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.scores import Scores
-
-RANDOM_SEEDS = range(5)
 
 
 def plan_from_scores(scores: Scores, base: AttentionPlan, cheap: Window, budget: float) -> AttentionPlan:
