@@ -50,6 +50,18 @@ def browse(page, tmp_path, *more):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("unit", "columns"), [("group", 3), ("head", 6)])
+def test_scores_by_group_or_head_are_a_grid(tmp_path, unit, columns):
+    plan = hz.AttentionPlan.from_groups(GEOMETRY, [(1, 0), (4, 2)], hz.Window(16, 2))
+    scores = hz.Scores(unit, np.arange(6 * columns, dtype=float).reshape(1, 6, columns), {"scorer": "echo"})
+    page = write_report(tmp_path / "r.html", title="t", plan=plan, rows=[], scores=scores).read_text()
+    cells = re.findall(r'<rect class="(cell[ a-z]*)" data-unit="(\d+),(\d+)"[^>]*fill-opacity="([\d.]+)"', page)
+    assert len(cells) == 6 * columns and cells[0][3] == "0.04" and cells[-1][3] == "1.00"
+    framed = {(int(i), int(j)) for kind, i, j, _ in cells if kind == "cell kept"}
+    share = columns // 3
+    assert framed == {(i, g * share + n) for i, g in ((1, 0), (4, 2)) for n in range(share)}
+
+
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_report_in_a_browser(tmp_path):

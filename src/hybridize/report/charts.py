@@ -60,6 +60,32 @@ def bars(values: Sequence[float], errors: Sequence[float], chosen: Sequence[int]
     return _frame("".join(parts), label)
 
 
+def grid(values: Sequence[Sequence[float]], chosen: Sequence[Sequence[bool]], rows: str, label: str) -> str:
+    """A cell for each unit of each layer, layers from left to right; the darker the higher, chosen ones framed.
+
+    Args:
+        values, chosen: [layers][units]. rows: what a row is, "group" or "head".
+    """
+    low, high = min(map(min, values)), max(map(max, values))
+    wide, tall = (WIDTH - LEFT - 8) / len(values), (HEIGHT - TOP - BOTTOM) / len(values[0])
+    parts = []
+    for i, layer in enumerate(values):
+        for j, value in enumerate(layer):
+            share = (value - low) / (high - low) if high > low else 0.0
+            kind = "cell kept" if chosen[i][j] else "cell"
+            parts.append(
+                f'<rect class="{kind}" data-unit="{i},{j}" x="{LEFT + i * wide + 1:.1f}" y="{TOP + j * tall + 1:.1f}" '
+                f'width="{wide - 2:.1f}" height="{max(tall - 2, 1):.1f}" fill-opacity="{0.04 + 0.96 * share:.2f}">'
+                f"<title>layer {i}, {rows} {j}: {value:.4f}</title></rect>"
+            )
+        if i % max(1, len(values) // 15) == 0:
+            parts.append(_text(LEFT + (i + 0.5) * wide, HEIGHT - BOTTOM + 16, str(i)))
+    for j in range(0, len(values[0]), max(1, len(values[0]) // 8)):
+        parts.append(_text(LEFT - 6, TOP + (j + 0.5) * tall + 4, str(j), "end"))
+    parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, f"layer ({rows}s from top to bottom)"))
+    return _frame("".join(parts), label)
+
+
 def lines(x_values: Sequence[int], series: Mapping[str, Sequence[float]], label: str) -> str:
     """Lines over contexts that double from 1K on, with a legend."""
     high = max(max(values) for values in series.values()) or 1.0

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from hybridize.files import write_text
 from hybridize.plan import AttentionPlan
-from hybridize.report.charts import bars, lines, short
+from hybridize.report.charts import bars, grid, lines, short
 from hybridize.scores import Scores
 
 
@@ -50,7 +50,8 @@ def write_report(
         table=_summary(rows, names, plan, base, dtype),
         tasks=_tasks(rows),
         heatmaps=[(name, _heatmap(rows, name)) for name in names],
-        score_bars=None if scores is None else Markup(_score_bars(scores, plan)),
+        score_chart=None if scores is None else Markup(_score_chart(scores, plan)),
+        score_unit=None if scores is None else scores.unit,
         scorer=None if scores is None else scores.provenance.get("scorer"),
         cache_lines=costs("cache bytes over context", lambda p, n: p.cache_bytes(n, 1, dtype)),
         prefill_lines=costs("attention FLOPs of a prefill over context", AttentionPlan.prefill_flops),
@@ -74,10 +75,12 @@ def _variants(rows: Sequence[dict[str, Any]]) -> list[str]:
     return sorted(dict.fromkeys(names), key=lambda name: (name != "full", names.index(name)))
 
 
-def _score_bars(scores: Scores, plan: AttentionPlan) -> str:
-    per_layer = scores.values if scores.unit == "layer" else scores.values.max(axis=1)
-    errors = scores.standard_error if scores.unit == "layer" else scores.standard_error.max(axis=1)
-    return bars(per_layer.tolist(), errors.tolist(), plan.kept_layers, "score of each layer")
+def _score_chart(scores: Scores, plan: AttentionPlan) -> str:
+    if scores.unit == "layer":
+        return bars(scores.values.tolist(), scores.standard_error.tolist(), plan.kept_layers, "score of each layer")
+    heads = plan.geometry.group_size if scores.unit == "head" else 1
+    kept = [[plan.operators[name].kind == "full" for name in row for _ in range(heads)] for row in plan.assignment]
+    return grid(scores.values.tolist(), kept, scores.unit, f"score of each {scores.unit}")
 
 
 def _summary(
