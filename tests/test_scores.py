@@ -7,6 +7,7 @@ import pytest
 
 from hybridize.errors import HybridizeError
 from hybridize.scores import Scores
+from hybridize.verbs import most_needed
 
 
 def layer_scores(n=6, seed=0):
@@ -82,3 +83,11 @@ def test_duo_attention_table(tmp_path):
     path.write_text("0.1\tx\n")
     with pytest.raises(HybridizeError, match="DuoAttention"):
         Scores.from_duo_attention(path)
+
+
+def test_the_most_needed_are_named_with_their_stability():
+    samples = np.zeros((4, 2, 3))
+    samples[:, 1, 2], samples[:3, 0, 1], samples[3:, 0, 0] = 5, 1, 1
+    text = most_needed(Scores("group", samples), 0.34, shown=2)
+    assert text.startswith("1.2 (100 %), 0.1 (") and text.endswith("%), ... (layer.group)")
+    assert most_needed(Scores("layer", [[0.1, 0.3, 0.2]]), 0.5) == "1, 2, 0"

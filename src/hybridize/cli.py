@@ -26,7 +26,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON o
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 DeviceMap = Annotated[str | None, typer.Option(help="As transformers takes it: auto, cuda, cpu.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model folder brings.")]
-Selector = Annotated[str, typer.Option(help="nll (the paper's), drop, greedy, backward, lazy.")]
+SELECTORS = "drop, nll, greedy, backward, lazy, duo, echo, retrieval or reasoning (docs/scores.md)."
+Selector = Annotated[str, typer.Option(help=SELECTORS)]
 Budget = Annotated[float, typer.Option(help="Share of layers (or groups) that keep the base's attention, 0..1.")]
 WindowSize = Annotated[int, typer.Option("--window", help="Window of the others, tokens, the query's own included.")]
 Sinks = Annotated[int, typer.Option(help="First tokens that stay visible.")]

@@ -88,8 +88,19 @@ def score(terminal: Terminal, model: str, out: Path, **options: Any) -> None:
     run.begin()
     scores.save(run.path / "scores.json")
     folder = run.finish()
-    terminal.say(f"most needed first: {scores.ranking()}\nscores: {folder / 'scores.json'}")
+    terminal.say(f"most needed first: {most_needed(scores, ask.budget)}\nscores: {folder / 'scores.json'}")
     terminal.result({"out": str(folder), "ranking": scores.ranking(), "values": scores.values.tolist()})
+
+
+def most_needed(scores: Scores, budget: float, shown: int = 30) -> str:
+    """The first units of a ranking; behind each, how often a bootstrap over the samples keeps it at the budget."""
+    ranking, columns = scores.ranking(), scores.values.reshape(scores.values.shape[0], -1).shape[1]
+    names = [str(i) if scores.unit == "layer" else "{}.{}".format(*divmod(i, columns)) for i in ranking[:shown]]
+    if scores.order is None and len(scores.samples) > 1:
+        kept = scores.stability(budget).ravel()
+        names = [f"{name} ({100 * kept[i]:.0f} %)" for name, i in zip(names, ranking, strict=False)]
+    kind = "" if scores.unit == "layer" else f" (layer.{scores.unit})"
+    return ", ".join(names) + (", ..." if len(ranking) > shown else "") + kind
 
 
 def plan(
