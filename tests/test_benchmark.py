@@ -110,6 +110,15 @@ def test_bad_benches(capsys, tmp_path, words, expected, monkeypatch):
     assert code == 2 and expected in err and not list(tmp_path.iterdir())
 
 
+def test_parts_may_have_their_own_contexts():
+    ask = Bench(parts=("attention:512", "decode", "prefill:1024+4096"), contexts=(256,))
+    assert ask.named_parts == {"attention": (512,), "decode": (256,), "prefill": (1024, 4096)}
+    assert ask.longest_first[0] == 4096
+    for wrong in ("prefill:", "prefill:4k", "prefill:4+-1", "prefill:0"):
+        with pytest.raises(hz.HybridizeError, match=r"parts|contexts"):
+            Bench(parts=(wrong,))
+
+
 def test_settings_are_checked():
     with pytest.raises(hz.HybridizeError, match="batches"):
         Bench(batches=(0,))

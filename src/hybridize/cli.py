@@ -246,7 +246,8 @@ def bench(
     out: Out,
     shape: Annotated[str, typer.Option(help="tiny, smollm2-135m, qwen3-1.7b, qwen3-8b or llama-3.1-8b.")] = "tiny",
     parts: Annotated[
-        str, typer.Option(help="attention, prefill, decode, train, ragged, batch; comma-separated.")
+        str,
+        typer.Option(help="attention, prefill, decode, train, ragged, batch; as prefill:4096+8192 with own contexts."),
     ] = "attention,prefill,decode,train,ragged",
     contexts: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "1024",
     batches: Annotated[str, typer.Option(help="Rows of a decoding step, comma-separated.")] = "1",

@@ -32,6 +32,7 @@ RAGGED = 16  # rows of a batch of unequal lengths
 class Bench:
     """The question: a named shape, parts of PARTS, tokens of context, rows of decoding batches.
 
+    A part may have contexts of its own: "prefill:131072+262144".
     `stock`: transformers' own class too, which takes longest. `backward`: of attention alone.
     """
 
@@ -50,12 +51,28 @@ class Bench:
     def __post_init__(self) -> None:
         shape_named(self.shape)
         _ = Window(self.window, self.sinks)
-        if unknown := [part for part in self.parts if part not in PARTS]:
+        if unknown := [part for part in self.named_parts if part not in PARTS]:
             raise bad("parts", unknown[0], f"some of {PARTS}")
-        if not self.contexts or not self.batches or min(*self.contexts, *self.batches) < 1:
-            raise bad("contexts, batches", (self.contexts, self.batches), "numbers of at least 1")
+        contexts = self.longest_first
+        if not self.contexts or not self.batches or min(*self.contexts, *contexts, *self.batches) < 1:
+            raise bad("contexts, batches", (self.contexts, contexts, self.batches), "numbers of at least 1")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise bad("dtype", self.dtype, "'bfloat16', 'float16' or 'float32'")
+
+    @property
+    def named_parts(self) -> dict[str, tuple[int, ...]]:
+        """Contexts of each part asked for."""
+        found = {}
+        for part in self.parts:
+            name, colon, own = part.partition(":")
+            if colon and not all(each.isdecimal() for each in own.split("+")):
+                raise bad("parts", part, "a part, or a part with its contexts, as 'prefill:131072+262144'")
+            found[name] = tuple(int(each) for each in own.split("+")) if colon else self.contexts
+        return found
+
+    @property
+    def longest_first(self) -> list[int]:
+        return sorted({n for contexts in self.named_parts.values() for n in contexts}, reverse=True)
 
 
 def bench(
@@ -66,7 +83,7 @@ def bench(
     Raises:
         HybridizeError: the largest batch was asked for on a device that is no GPU.
     """
-    if "batch" in ask.parts and device.type != "cuda":
+    if "batch" in ask.named_parts and device.type != "cuda":
         raise bad("parts", "batch", "a CUDA device: it asks how much fits into its memory")
     shape, dtype = shape_named(ask.shape), getattr(torch, ask.dtype)
     window = Window(ask.window, ask.sinks)
@@ -76,8 +93,8 @@ def bench(
 
     ceilings = Ceilings(**step("ceilings", measure_ceilings))
     pieces: list[tuple[str, Callable[[], Any]]] = []
-    if "attention" in ask.parts:
-        for n in ask.contexts:
+    if "attention" in ask.named_parts:
+        for n in ask.named_parts["attention"]:
             given = (ask.shape, shape, n, window, device, dtype, ceilings)
             pieces.append((f"attention-{n}", partial(attention_rows, *given, backward=ask.backward, seconds=ask.seconds)))
             pieces.append((f"attention-decode-{n}", partial(kernel_decode_rows, *given, ask.seconds)))
@@ -99,7 +116,7 @@ def _model_pieces(
 ) -> Sequence[tuple[str, Callable[[], Any]]]:
     @functools.cache
     def subject() -> Subject:
-        stock, model = random_models(shape, max(ask.contexts) + ROOM, device, dtype)
+        stock, model = random_models(shape, ask.longest_first[0] + ROOM, device, dtype)
         geometry = geometry_of(model.config)
         keep = periodic_layers(geometry.layers, units_for_budget(geometry.layers, ask.budget))[0]
         hybrid = AttentionPlan.from_layers(geometry, keep, window, {"method": "bench"})
@@ -110,14 +127,16 @@ def _model_pieces(
         return lambda: rows(subject(), *given)
 
     pieces: list[tuple[str, Callable[[], Any]]] = []
-    if "prefill" in ask.parts:
-        pieces += [(f"prefill-{n}", on_subject(prefill_rows, n, ask.stock)) for n in ask.contexts]
-    if "decode" in ask.parts:
-        pieces += [(f"decode-{b}", on_subject(decode_rows, ask.contexts, b, ask.stock)) for b in ask.batches]
-    if "train" in ask.parts:
-        pieces += [(f"train-{n}", on_subject(train_rows, n)) for n in ask.contexts]
-    if "ragged" in ask.parts:
-        pieces += [(f"ragged-{n}", on_subject(ragged_rows, n, RAGGED)) for n in ask.contexts]
-    if "batch" in ask.parts:
-        pieces += [(f"batch-{n}", on_subject(largest_batch_rows, n)) for n in ask.contexts]
+    by_context: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "prefill": (prefill_rows, (ask.stock,)),
+        "train": (train_rows, ()),
+        "ragged": (ragged_rows, (RAGGED,)),
+        "batch": (largest_batch_rows, ()),
+    }
+    for part, contexts in ask.named_parts.items():
+        if part == "decode":
+            pieces += [(f"decode-{b}", on_subject(decode_rows, contexts, b, ask.stock)) for b in ask.batches]
+        elif part in by_context:
+            rows, more = by_context[part]
+            pieces += [(f"{part}-{n}", on_subject(rows, n, *more)) for n in contexts]
     return pieces
