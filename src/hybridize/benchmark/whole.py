@@ -9,11 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from hybridize.benchmark.subject import STOCK, Subject
 from hybridize.benchmark.timing import interleaved, speed
 
+logger = logging.get_logger(__name__)
 TRAINED_LOGITS = 1024  # a loss on every position would time the vocabulary, and not fit
+STOCK_UP_TO = 131_072  # tokens
 WARM_UP = 4096  # tokens: a run of a long prompt takes long enough to need no other
 
 
@@ -33,7 +36,9 @@ def prefill_rows(of: Subject, context: int, stock: bool = True) -> list[dict[str
         if of.on_gpu:
             peak[variant] = torch.cuda.max_memory_allocated()
 
-    variants = [*of.plans, STOCK] if stock else list(of.plans)
+    if stock and context > STOCK_UP_TO:
+        logger.warning(f"hybridize bench: no row of {STOCK} at {context} tokens: it would take longer than all others")
+    variants = [*of.plans, STOCK] if stock and context <= STOCK_UP_TO else list(of.plans)
     short = of.prompts(min(WARM_UP, context))
     for variant in variants:
         of.cut(variant)
