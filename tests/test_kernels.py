@@ -232,6 +232,23 @@ def test_models_run_on_the_kernels(ids, operator, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+def test_gradients_where_only_values_are_trained(ids, monkeypatch):
+    """Queries without gradient say nothing about keys and values."""
+    base = make_base("qwen3")
+    model = hz.convert(base, make_plan(base, "mixed")).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("layers.0.self_attn.v_proj.weight"))
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    found = []
+    for chosen in ("reference", "triton"):
+        monkeypatch.setenv("HYBRIDIZE_KERNELS", chosen)
+        weight.grad = None
+        model(ids, labels=ids, prompt_len=torch.tensor([30, 30])).loss.backward()
+        found.append(weight.grad.clone())
+    assert found[0].abs().max() > 0
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
+
+
 # -- one decoded token ----------------------------------------------------------------------------------------------
 
 

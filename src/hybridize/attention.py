@@ -134,8 +134,10 @@ class HybridAttention(nn.Module):
         q_raw = self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2)
         k_raw = self.k_norm(self.k_proj(hidden).view(shape)).transpose(1, 2)
         v = self.v_proj(hidden).view(shape).transpose(1, 2)
-        cache = context.cache
-        kernels = self._decode_kernels(q_raw) if cache is not None and q_raw.shape[2] == 1 else None
+        cache, trains = context.cache, torch.is_grad_enabled() and any(x.requires_grad for x in (q_raw, k_raw, v))
+        kernels = None
+        if cache is not None and q_raw.shape[2] == 1 and not trains:  # they have no backward
+            kernels = kernels_for("decode", q_raw, self.attention_dropout if self.training else 0.0)
         states = cache.states(self.layer) if cache is not None else [None] * len(self.operators)
         shared = [kernels is not None and op.shares_decode(st) for op, st in zip(self.operators, states, strict=True)]
         static = cache is not None and cache.max_tokens is not None
@@ -151,7 +153,7 @@ class HybridAttention(nn.Module):
         spans = self._spans(q, k, v, q_raw, k_raw, hidden, context)
         outputs: list[Tensor | None] = []
         views, aux, first = [], {}, 0
-        room = self._room(q, spans)
+        room = None if trains else self._room(q, spans)
         for operator, groups, heads, state, mine in zip(self.operators, self.span_sizes, spans, states, shared, strict=True):
             if mine:
                 views.append(operator.one_token(heads, state))
@@ -178,18 +180,13 @@ class HybridAttention(nn.Module):
         return self.o_proj(joined.reshape(*hidden.shape[:-1], -1)), aux
 
     def _room(self, q: Tensor, spans: Sequence[Heads]) -> Tensor | None:
-        """Memory [B, T, H, D] that spans may write their parts of; None: gradients are kept, or there is nothing to join."""
-        if len(spans) == 1 or q.shape[2] == 1 or (torch.is_grad_enabled() and q.requires_grad):
+        """Memory [B, T, H, D] that spans may write their parts of; None: there is nothing to join."""
+        if len(spans) == 1 or q.shape[2] == 1:
             return None
         joined = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
         for heads, part in zip(spans, joined.split([heads.q.shape[1] for heads in spans], dim=2), strict=True):
             heads.out = part.transpose(1, 2)
         return joined
-
-    def _decode_kernels(self, q: Tensor) -> Any:
-        if torch.is_grad_enabled() and q.requires_grad:
-            return None  # no backward
-        return kernels_for("decode", q, self.attention_dropout if self.training else 0.0)
 
     def _launch(self, kernels: Any, q: Tensor, views: Sequence[OneToken], new: list[Tensor]) -> Tensor:
         """One launch over all spans that have a view: q [B, H of them, 1, D] to the outputs, of the same shape."""
