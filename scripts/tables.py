@@ -214,6 +214,20 @@ def speed(data):
     return table(["what", "variant", "tokens", "median", "speed, in the same run", "of the limit", "spread"], body)
 
 
+def scored(data):
+    rows, body = data["rows"], []
+    lengths = sorted({r["context"] for r in rows if r["task"] == "needle"})
+    for entry in data["entries"]:
+        mine = [r for r in rows if r["selector"] == entry["name"] and r["depth"] is None and r["task"] == "needle"]
+        cells = {r["context"]: r for r in mine}
+        worse = {n: " ▼" if r.get("p", 1.0) < 0.05 and r["difference"] < 0 else "" for n, r in cells.items()}
+        seconds, tokens = entry["conversion"]["seconds"], entry["conversion"]["tokens"]
+        cost = "–" if not seconds else f"{seconds:.0f} s, {tokens:,} tokens"
+        needles = [interval(cells[n], 2) + worse[n] for n in lengths]
+        body.append([entry["name"], f"{100 * mine[0]['cache_ratio']:.0f} %", *needles, cost])
+    return table(["entry", f"cache at {data['match_at']}", *[f"needle, {n}" for n in lengths], "selection"], body)
+
+
 def compared(data):
     rows, body = data["rows"], []
     lengths = sorted({r["context"] for r in rows if r["task"] == "ruler_average"})
@@ -253,6 +267,7 @@ TABLES = {
         "fresh": (fresh, "fresh_smollm2"),
         "cache": (cache, "cache_smollm2"),
     },
+    "docs/scores.md": {f"scores-{n}": (scored, f"scores_smollm2_{n}") for n in (15, 25, 50)},
     "docs/speed.md": {
         "attention": (speed, "speed_first_attention_h200"),
         "prefill": (speed, "speed_first_prefill_h200"),

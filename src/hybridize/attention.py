@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,20 +140,25 @@ class HybridAttention(nn.Module):
             kernels = kernels_for("decode", q_raw, self.attention_dropout if self.training else 0.0)
         states = cache.states(self.layer) if cache is not None else [None] * len(self.operators)
         shared = [kernels is not None and op.shares_decode(st) for op, st in zip(self.operators, states, strict=True)]
-        static = cache is not None and cache.max_tokens is not None
-        if static and all(shared):
-            # a static cache: one launch rotates, writes and attends
-            spans = self._spans(q_raw, k_raw, v, q_raw, k_raw, hidden, context)
-            views = [op.one_token(heads, st) for op, heads, st in zip(self.operators, spans, states, strict=True)]
-            out = self._launch(kernels, q_raw, views, [k_raw, v, *context.rotation])
-            return self.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:-1], -1)), {}
-        q, k = rotated(q_raw, k_raw, context.rotation)
-        if static:
+        if cache is not None and cache.max_tokens is not None:
+            if all(shared):  # a static cache: one launch rotates, writes and attends
+                spans = self._spans(q_raw, k_raw, v, q_raw, k_raw, hidden, context)
+                views = [op.one_token(heads, st) for op, heads, st in zip(self.operators, spans, states, strict=True)]
+                out = self._launch(kernels, q_raw, views, [k_raw, v, *context.rotation])
+                return self.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:-1], -1)), {}
             shared = [False] * len(shared)
+        q, k = rotated(q_raw, k_raw, context.rotation)
         spans = self._spans(q, k, v, q_raw, k_raw, hidden, context)
+        room = None if trains else self._room(q, spans)
+        outputs, aux = self._run(q, spans, states, shared, kernels)
+        return self.o_proj(_join(spans, outputs, room).reshape(*hidden.shape[:-1], -1)), aux
+
+    def _run(
+        self, q: Tensor, spans: Sequence[Heads], states: Sequence[Any], shared: Sequence[bool], kernels: Any
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """(outputs [B, H of the span, T, D], aux): one launch for the spans that share a decoded token's, others by themselves."""
         outputs: list[Tensor | None] = []
         views, aux, first = [], {}, 0
-        room = None if trains else self._room(q, spans)
         for operator, groups, heads, state, mine in zip(self.operators, self.span_sizes, spans, states, shared, strict=True):
             if mine:
                 views.append(operator.one_token(heads, state))
@@ -163,21 +168,12 @@ class HybridAttention(nn.Module):
                 outputs.append(out)
                 aux.update({f"{first}.{name}": value for name, value in extra.items()})
             first += groups
+        parts: Iterator[Tensor] = iter(())
         if views:
             chosen = [heads.q for heads, mine in zip(spans, shared, strict=True) if mine]
             out = self._launch(kernels, q if all(shared) else torch.cat(chosen, dim=1), views, [])
-            parts = iter(out.split([part.shape[1] for part in chosen], dim=1))
-            outputs = [out] if len(outputs) == 1 else [next(parts) if own is None else own for own in outputs]
-        if room is None:
-            # [B, T, H, D] is what o_proj reads, and what kernels write
-            parts = [out.transpose(1, 2) for out in outputs if out is not None]
-            joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        else:
-            joined = room
-            for heads, out in zip(spans, outputs, strict=True):
-                if heads.out is not None and out is not None and out is not heads.out:
-                    heads.out.copy_(out)
-        return self.o_proj(joined.reshape(*hidden.shape[:-1], -1)), aux
+            parts = iter([out] if len(chosen) == 1 else out.split([part.shape[1] for part in chosen], dim=1))
+        return [next(parts) if own is None else own for own in outputs], aux
 
     def _room(self, q: Tensor, spans: Sequence[Heads]) -> Tensor | None:
         """Memory [B, T, H, D] that spans may write their parts of; None: there is nothing to join."""
@@ -244,6 +240,17 @@ class HybridAttention(nn.Module):
             k_raw=lambda: k_raw[:, span],
             q_sink=q_sink,
         )
+
+
+def _join(spans: Sequence[Heads], outputs: Sequence[Tensor], room: Tensor | None) -> Tensor:
+    """[B, T, H, D], which is what o_proj reads and kernels write; `room` already has what was written there."""
+    if room is None:
+        parts = [out.transpose(1, 2) for out in outputs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    for heads, out in zip(spans, outputs, strict=True):
+        if heads.out is not None and out is not heads.out:
+            heads.out.copy_(out)
+    return room
 
 
 def rotated(q: Tensor, k: Tensor, rotation: Rotation) -> Rotation:
