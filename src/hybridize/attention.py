@@ -156,7 +156,7 @@ class HybridAttention(nn.Module):
     def _run(
         self, q: Tensor, spans: Sequence[Heads], states: Sequence[Any], shared: Sequence[bool], kernels: Any
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """(outputs [B, H of the span, T, D], aux): one launch for the spans that share a decoded token's, others by themselves."""
+        """(outputs [B, H, T, D], aux): one launch for all spans that share a decoded token's, the others by themselves."""
         outputs: list[Tensor | None] = []
         views, aux, first = [], {}, 0
         for operator, groups, heads, state, mine in zip(self.operators, self.span_sizes, spans, states, shared, strict=True):
