@@ -59,6 +59,9 @@ OPERATORS = {
     "window_rebased": hz.Window(5, 2, sink_positions="rebased"),
     "window_full_decode": hz.Window(5, 2, decode="full"),
     "snapkv": hz.SnapKV(9, observe=3, pool=3),
+    "linear": hz.Linear(dim=4, window=5, sinks=2),
+    "linear_alone": hz.Linear("hedgehog", degree=1, dim=5, rule="sum", decay="token", rope=True, window=0, sinks=0),
+    "linear_channel": hz.Linear(degree=1, dim=6, rule="sum", decay="channel", window=5, sinks=2, sink_positions="absolute"),
 }
 
 
@@ -85,9 +88,21 @@ def make_plan(model, operator):
     rows = [
         ("window", "full", "window"),
         ("full", "window_rebased", "full"),
-        ("window_full_decode", "window_no_sinks", "snapkv"),
+        ("window_full_decode", "linear", "snapkv"),
     ]
     return hz.AttentionPlan(geometry, OPERATORS, rows)
+
+
+def make_hybrid(base, operator):
+    """A hybrid whose learned parameters beside the base's, if it has any, are far from where they start."""
+    torch.manual_seed(1)
+    model = hz.convert(base, make_plan(base, operator))
+    with torch.no_grad():
+        for branches in model.branches():
+            for branch in branches.values():
+                for parameter in branch.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.5)
+    return model.eval()
 
 
 @pytest.fixture(scope="session")

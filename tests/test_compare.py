@@ -277,7 +277,7 @@ def test_tokenizer_without_padding_or_template(capsys, material, tmp_path):
     spy = types.SimpleNamespace(pad_token_id=None, eos_token_id=2, batch_decode=lambda ids, **_: ids)
     model.generation_config.eos_token_id = int(model(torch.tensor([rows[0]])).logits[0, -1].argmax())
     short, long = greedy_texts(model, spy, rows, [9, 9])
-    assert short[1:] == [2] * 8 or long[1:] == [2] * 8
+    assert {2} in (set(short[1:]), set(long[1:]))
 
 
 def test_limits_reach_every_file_of_a_folder(tmp_path, tokenizer):

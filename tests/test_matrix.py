@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hybridize as hz
-from conftest import BASES, OPERATORS, make_base, make_plan
+from conftest import BASES, OPERATORS, make_base, make_hybrid
 
 pytestmark = pytest.mark.matrix
 PROMPT_LEN = 30
@@ -29,7 +29,7 @@ def base(family):
 
 @pytest.fixture
 def hybrid(base, operator):
-    return hz.convert(base, make_plan(base, operator)).eval()
+    return make_hybrid(base, operator)
 
 
 def lens(ids):
@@ -146,7 +146,7 @@ def test_sampling(hybrid, ids):
 def test_gradient_checkpointing(base, operator, ids):
     gradients = []
     for checkpointing in (False, True):
-        model = hz.convert(base, make_plan(base, operator)).train()
+        model = make_hybrid(base, operator).train()
         if checkpointing:
             model.gradient_checkpointing_enable()
         model.zero_grad()
@@ -184,10 +184,10 @@ def test_batch_order(hybrid, ids):
 
 
 def test_bf16_is_close(base, operator, ids):
-    hybrid = hz.convert(base, make_plan(base, operator))
+    hybrid = make_hybrid(base, operator)
     expected = whole(hybrid, ids)
     half = make_base(base.config.model_type).to(torch.bfloat16)
-    out = whole(hz.convert(half, make_plan(half, operator)), ids).float()
+    out = whole(make_hybrid(half, operator), ids).float()
     reference = base(ids).logits
     theirs = (half(ids).logits.float() - reference).norm() / reference.norm()
     # no worse than what bf16 costs the base itself, with room for another order of sums
@@ -196,7 +196,9 @@ def test_bf16_is_close(base, operator, ids):
 
 def test_permutation_round_trip(base, hybrid):
     state = hybrid.state_dict()
-    assert set(state) == set(base.state_dict())
+    learned = {name for name in state if ".branches." in name}
+    assert bool(learned) == any(hybrid.branches())
+    assert set(state) - learned == set(base.state_dict())
     for name, tensor in base.state_dict().items():
         assert torch.equal(state[name], tensor), name
     back = hz.to_base(hybrid)
@@ -207,7 +209,8 @@ def test_permutation_round_trip(base, hybrid):
 
 def test_load_state_dict(base, hybrid, ids):
     expected = whole(hybrid, ids)
-    state = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    learned = {name: tensor for name, tensor in hybrid.state_dict().items() if ".branches." in name}
+    state = {name: tensor.clone() for name, tensor in {**base.state_dict(), **learned}.items()}
     other = hz.convert(make_base(base.config.model_type), hybrid.plan)
     with torch.no_grad():
         for parameter in other.parameters():

@@ -6,14 +6,14 @@ import torch._dynamo.testing
 from transformers import DynamicCache, TextStreamer
 
 import hybridize as hz
-from conftest import BASES, make_base, make_plan
+from conftest import BASES, make_base, make_hybrid, make_plan
 from hybridize.conversion import hybrid_config, memory_estimate
 from hybridize.families import family_of
 
 
 def hybrid_of(operator="window", family="llama", **more):
     base = make_base(family, **more)
-    return hz.convert(base, make_plan(base, operator)).eval()
+    return make_hybrid(base, operator)
 
 
 # -- prompt_len: what a query sees depends on its position, never on the length of a call -------------------------

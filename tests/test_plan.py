@@ -120,7 +120,7 @@ def broken(**change):
         ({"operators__window__sinks": -1}, "window.sinks"),
         ({"operators__window__decode": "never"}, "window.decode"),
         ({"operators__window__sink_positions": "far"}, "window.sink_positions"),
-        ({"operators__window__kind": "linear"}, "operators.window.kind"),
+        ({"operators__window__kind": "cubic"}, "operators.window.kind"),
         ({"operators__window__extra": 1}, "operators.window.extra"),
         ({"geometry__heads": 7}, "geometry.heads"),
         ({"geometry__layers": 5}, "geometry.windows"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from hybridize.cache import HybridCache
 from hybridize.errors import bad
 from hybridize.kernels.dispatch import kernels_for, prepare
 from hybridize.operators.contract import Chunk, Heads, OneToken
-from hybridize.operators.registry import build_operator
+from hybridize.operators.linear import Branch, branches_of
+from hybridize.operators.registry import branches_for, build_operator
 from hybridize.plan import AttentionPlan
 
 Rotation = tuple[Tensor, Tensor]
@@ -69,16 +70,48 @@ class HybridAttention(nn.Module):
         self.k_norm: nn.Module = base.k_norm if hasattr(base, "k_norm") else nn.Identity()
         self.group_order = tuple(range(plan.geometry.kv_heads))  # the order weights have in memory now
         self.shares_weights = False  # with a base model that is in use itself (convert)
+        self.operators = nn.ModuleList()
         self.use_plan(plan)
         self.register_state_dict_post_hook(_to_base_layout)
         self.register_load_state_dict_pre_hook(_from_base_layout)
 
-    def use_plan(self, plan: AttentionPlan) -> None:
-        """Set the operators; weights keep their order until `permute`."""
+    def use_plan(self, plan: AttentionPlan, branches: Mapping[int, Branch] | None = None) -> None:
+        """Set the operators; weights keep their order until `permute`.
+
+        A group that stays linear keeps its learned parameters, or gets those of `branches` (by group) back.
+        """
         prepare()
+        spans = plan.spans(self.layer)
         self.wanted_order = plan.group_order(self.layer)
-        self.span_sizes = [len(groups) for _, groups in plan.spans(self.layer)]
-        self.operators = nn.ModuleList(build_operator(plan.operators[name]) for name, _ in plan.spans(self.layer))
+        self.span_sizes = [len(groups) for _, groups in spans]
+        had = {**(branches or {}), **self.branches()}
+        operators = []
+        with torch.device(self.device):
+            for name, groups in spans:
+                spec = plan.operators[name]
+                operators.append(build_operator(spec, branches_for(spec, groups, self.head_dim, self.group_size, had)))
+        self.operators = nn.ModuleList(operators).train(self.training)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.v_proj.parameters()).device
+
+    def branches(self) -> dict[int, Branch]:
+        """Learned parameters beside the base's, by group."""
+        return branches_of(self.operators)
+
+    def materialise(self) -> None:
+        """Give branches that were made without memory their first values, where the layer's weights are.
+
+        Raises:
+            HybridizeError: those weights are offloaded.
+        """
+        device = self.device
+        for branch in self.branches().values():
+            if branch.gate.is_meta:
+                if device.type == "meta":
+                    raise bad("device_map", "offloaded weights", "weights in memory: this plan adds parameters beside them")
+                branch.to_empty(device=device).reset_parameters()
 
     @torch.no_grad()
     def permute(self) -> None:

@@ -20,9 +20,10 @@ from hybridize.scores import Scores
 
 # every module a converted model needs to run, flattened into its folder for trust_remote_code
 REMOTE_MODULES = (
-    "errors", "files", "kernels.dispatch", "operators.specs", "plan", "operators.contract", "operators.dense",
-    "operators.banded", "operators.full", "operators.snapkv", "operators.window", "operators.registry", "cache", "attention",
-    "generation", "geometry", "modeling", "families",
+    "errors", "files", "kernels.dispatch", "operators.spec", "operators.exact_specs", "operators.linear_spec",
+    "operators.specs", "plan", "operators.contract", "operators.dense", "operators.banded", "operators.full",
+    "operators.snapkv", "operators.window", "operators.recurrence", "operators.linear", "operators.registry", "cache",
+    "attention", "generation", "geometry", "modeling", "families",
 )  # fmt: skip
 LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "NOTICE", "USE_POLICY.md")
 
@@ -150,6 +151,8 @@ def to_stock(model: Any) -> PreTrainedModel:
         if len(specs) > 1:
             raise bad(f"plan.assignment[{layer}]", "several operators", "one a layer: stock models have no group mix")
         spec = specs.pop()
+        if not isinstance(spec, Full | Window):
+            raise bad(f"plan.assignment[{layer}]", spec.label(), "full attention or a window: stock models have no other")
         if isinstance(spec, Window):
             if spec.sinks or spec.decode == "full":
                 raise bad(f"plan.assignment[{layer}]", spec.label(), "a window without sinks: stock models drop them")

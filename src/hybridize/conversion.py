@@ -44,6 +44,7 @@ def convert(model: PreTrainedModel, plan: AttentionPlan) -> Any:
     for layer, base_layer in zip(body.layers, base.layers, strict=True):
         _adopt(layer.self_attn, base_layer.self_attn, ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"))
         layer.self_attn.shares_weights = True
+        layer.self_attn.materialise()
         _adopt(layer, base_layer, ("mlp", "input_layernorm", "post_attention_layernorm"))
     hybrid.generation_config = model.generation_config
     for name in ("hf_quantizer", "is_quantized", "hf_device_map"):
@@ -91,7 +92,7 @@ def to_base(model: Any) -> PreTrainedModel:
 
 def with_weights(cls: type[PreTrainedModel], config: PreTrainedConfig, model: Any) -> Any:
     """A stock model of class `cls` that carries the hybrid's weights, in the base's layout."""
-    state = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    state = {key: value.detach().clone() for key, value in model.state_dict().items() if ".branches." not in key}
     made = cls(config).to(device=model.device, dtype=model.dtype)
     missing, unexpected = made.load_state_dict(state, strict=False)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()

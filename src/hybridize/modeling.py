@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from hybridize.errors import HybridizeError, bad
 from hybridize.generation import HybridGenerationMixin
 from hybridize.geometry import plan_of
 from hybridize.operators.contract import Chunk
+from hybridize.operators.linear import Branch
 from hybridize.plan import AttentionPlan
 
 logger = logging.get_logger(__name__)
@@ -61,6 +62,7 @@ class HybridModel(HeadOrder):
     """Body of a hybrid model, mixed into a base body class: embeddings, layers, final norm."""
 
     _no_split_modules = ["HybridDecoderLayer"]
+    _keep_in_fp32_modules_strict = {"branches"}
     _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = False
     _can_record_outputs: dict[str, Any] = {}
 
@@ -72,13 +74,16 @@ class HybridModel(HeadOrder):
         )
         self.use_plan(plan)
 
-    def use_plan(self, plan: AttentionPlan) -> None:
-        """Set operators (weights keep their order); prepares what re-based sinks need."""
+    def use_plan(self, plan: AttentionPlan, branches: Sequence[Mapping[int, Branch]] | None = None) -> None:
+        """Set operators (weights keep their order); prepares what re-based sinks need.
+
+        `branches`: learned parameters to take up again, for each layer by group.
+        """
         self.plan = plan
-        for layer in self.layers:
-            layer.self_attn.use_plan(plan)
+        for i, layer in enumerate(self.layers):
+            layer.self_attn.use_plan(plan, None if branches is None else branches[i])
         rope = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type", "default")
-        if rope in ("dynamic", "longrope") and any(getattr(spec, "rebased_distance", None) for spec in plan.specs()):
+        if rope in ("dynamic", "longrope") and any(spec.rebased_distance for spec in plan.specs()):
             raise bad(
                 "window.sink_positions", "rebased", f"'absolute' on a base whose RoPE is {rope!r}: it changes with length"
             )
@@ -204,6 +209,7 @@ class HybridForCausalLM(HeadOrder, HybridGenerationMixin):
 
     body_class: type[nn.Module]
     _no_split_modules = HybridModel._no_split_modules
+    _keep_in_fp32_modules_strict = HybridModel._keep_in_fp32_modules_strict
     _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = False
     _can_record_outputs: dict[str, Any] = {}
 
@@ -220,27 +226,35 @@ class HybridForCausalLM(HeadOrder, HybridGenerationMixin):
     def plan(self) -> AttentionPlan:
         return self.model.plan
 
-    def set_plan(self, plan: AttentionPlan) -> None:
-        """Re-cut the model to another plan of the same base, in place and without loss; refused, it keeps the one it has."""
+    def set_plan(self, plan: AttentionPlan, branches: Sequence[Mapping[int, Branch]] | None = None) -> None:
+        """Re-cut the model to another plan of the same base, in place; refused, it keeps the one it has.
+
+        Base weights are all kept, and so are learned parameters of groups that stay linear; other groups' go, unless the
+        caller holds them (`branches`, for each layer by group, are taken up again).
+        """
         plan.check_base(self.plan.geometry)
-        before = self.plan
-        self.model.use_plan(plan)
+        before, had = self.plan, self.branches()
+        self.model.use_plan(plan, branches)
         try:
             self.permute_heads()
         except HybridizeError:
-            self.model.use_plan(before)
+            self.model.use_plan(before, had)
             raise
         self.config.hybrid_plan = plan.to_dict()
 
     @contextmanager
     def temporary_plan(self, plan: AttentionPlan) -> Iterator[None]:
         """Run under another plan inside a `with` block."""
-        before = self.plan
+        before, had = self.plan, self.branches()
         self.set_plan(plan)
         try:
             yield
         finally:
-            self.set_plan(before)
+            self.set_plan(before, had)
+
+    def branches(self) -> list[dict[int, Branch]]:
+        """Learned parameters beside the base's, for each layer by group."""
+        return [attention.branches() for attention in self.attentions()]
 
     def new_cache(self, max_tokens: int | None = None) -> HybridCache:
         """An empty cache for this model: growing, or static with room for `max_tokens` columns."""

@@ -200,16 +200,17 @@ class AttentionPlan:
             prompt: tokens of the context that are the prompt, default all of it. An operator that drops prompt tokens does
                 so when the prompt ends: a static cache of n columns holds what a longer prompt than n would.
         """
-        tokens = self._sum(lambda spec: spec.cached_tokens(context, prompt))
-        return batch * (ROW_BYTES + tokens * self._token_bytes(dtype))
+        token, head_dim = self._token_bytes(dtype), self.geometry.head_dim
+        held = self._sum(lambda spec: spec.cached_tokens(context, prompt) * token + spec.state_bytes(head_dim))
+        return batch * (ROW_BYTES + held)
 
     def prefill_flops(self, context: int) -> int:
         """Attention FLOPs (QK and AV, two per multiply-add) of one row's prefill; projections not counted."""
-        return 4 * self.geometry.head_dim * self.geometry.group_size * self._sum(lambda spec: spec.visible_pairs(context))
+        return self._flops(lambda spec: spec.visible_pairs(context), context)
 
     def decode_flops(self, context: int) -> int:
         """Attention FLOPs of one decoded token that sees `context` tokens, itself included."""
-        return 4 * self.geometry.head_dim * self.geometry.group_size * self._sum(lambda spec: spec.visible_keys(context))
+        return self._flops(lambda spec: spec.visible_keys(context), 1)
 
     def check_context(self, context: int, field_name: str = "prompt") -> None:
         """Refuse a prompt that would meet RoPE distances the base never saw in training.
@@ -225,6 +226,10 @@ class AttentionPlan:
                     f"at most {self.geometry.context}, the trained context of the base ({spec.label()} attention meets "
                     "larger RoPE distances; a plan of re-based windows alone has no such limit)",
                 )
+
+    def _flops(self, pairs: Any, tokens: int) -> int:
+        d, size = self.geometry.head_dim, self.geometry.group_size
+        return self._sum(lambda spec: 4 * d * size * pairs(spec) + tokens * spec.state_flops(d, size))
 
     def _sum(self, cost: Any) -> int:
         return sum(cost(self.operators[name]) for row in self.assignment for name in row)

@@ -1,0 +1,215 @@
+"""Linear attention in a group's place: a state of fixed size, and beside it an exact window with sinks.
+
+    out = window(q, k, v) + gate * read(S, phi(q))
+
+gate starts at 0, so a conversion begins exactly at its window; without a window it starts at 1. One state serves all query
+heads of a group, since keys, write strengths and decays are the group's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridize.operators.contract import Chunk, Heads, Operator, State
+from hybridize.operators.linear_spec import Linear
+from hybridize.operators.recurrence import chunked, recurrent
+from hybridize.operators.window import WindowAttention
+
+NOTHING = 1e-2  # weight of reading nothing, beside weights of at most 1 a token: where no key matches, the output fades
+HALF_LIFE = 512  # tokens, of a decay at the start
+GATE_SCALE = 16  # log decays are logsigmoid(x) / 16, as in GLA
+
+
+class Branch(nn.Module):
+    """Learned parameters of one group, fp32 whatever the model runs in.
+
+    Args:
+        head_dim: D of the base. query_heads: R of the group.
+    """
+
+    def __init__(self, spec: Linear, head_dim: int, query_heads: int) -> None:
+        super().__init__()
+        self.spec = spec
+        d, f32 = spec.dim, torch.float32
+        self.map_q = nn.Parameter(torch.empty(query_heads, head_dim, d, dtype=f32))
+        self.map_k = nn.Parameter(torch.empty(head_dim, d, dtype=f32))
+        if spec.features == "power":
+            self.mean_q = nn.Parameter(torch.empty(query_heads, d, dtype=f32))
+            self.mean_k = nn.Parameter(torch.empty(d, dtype=f32))
+        self.write = nn.Parameter(torch.empty(head_dim, dtype=f32))
+        self.write_bias = nn.Parameter(torch.empty(1, dtype=f32))
+        if spec.decay != "none":
+            rates = spec.width if spec.decay == "channel" else 1
+            if spec.decay != "head":
+                self.decay = nn.Parameter(torch.empty(head_dim, rates, dtype=f32))
+            self.decay_bias = nn.Parameter(torch.empty(rates, dtype=f32))
+        self.gate = nn.Parameter(torch.empty(query_heads, dtype=f32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """One random projection for keys and queries, so that scores begin as the base's do; the rest neutral."""
+        if self.map_k.is_meta:
+            return
+        nn.init.orthogonal_(self.map_k)
+        with torch.no_grad():
+            self.map_q.copy_(self.map_k.expand_as(self.map_q))
+        for name in ("mean_q", "mean_k", "write", "write_bias", "decay"):
+            if hasattr(self, name):
+                nn.init.zeros_(getattr(self, name))
+        if self.spec.decay != "none":
+            rate = torch.tensor(2.0).log() / HALF_LIFE * GATE_SCALE
+            nn.init.constant_(self.decay_bias, float(-torch.log(torch.expm1(rate))))  # logsigmoid of it is -rate
+        nn.init.constant_(self.gate, 0.0 if self.spec.window else 1.0)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Follow the model to its device, not to a narrower dtype."""
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype == tensor.dtype or not moved.dtype.is_floating_point or moved.dtype == torch.float64:
+                return moved
+            return torch.empty_like(moved, dtype=tensor.dtype) if tensor.is_meta else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)
+
+
+class LinearAttention(Operator):
+    """`branches`: by the group's number in the base, ascending, as the span's heads lie."""
+
+    def __init__(self, spec: Linear, branches: Mapping[int, Branch] | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.near = None if spec.near is None else WindowAttention(spec.near)
+        self.branches = nn.ModuleDict({str(group): branch for group, branch in (branches or {}).items()})
+
+    def new_state(self, max_tokens: int | None) -> State:
+        return LinearState(None if self.near is None else self.near.new_state(max_tokens), max_tokens is not None)
+
+    def forward(self, heads: Heads, state: State | None) -> tuple[Tensor, dict[str, Tensor]]:
+        assert state is None or isinstance(state, LinearState)
+        with torch.autocast(heads.q.device.type, enabled=False):
+            read = self._read(heads, state)
+        if self.near is None:
+            return read.to(heads.q.dtype), {}
+        near, aux = self.near(heads, None if state is None else state.near)
+        return near + read.to(near.dtype), aux
+
+    def _read(self, heads: Heads, state: LinearState | None) -> Tensor:
+        """gate * read(S, phi(q)), fp32 [B, H, T, D]."""
+        spec, chunk = self.spec, heads.chunk
+        q, k, v, write, decay = self.inputs(heads)
+        if spec.normalised:
+            v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
+        delta = spec.rule == "delta"
+        if state is not None and chunk.tokens == 1:
+            out, memory = recurrent(q, k, v, write, decay, state.memory_for(v, spec.width), spec.degree, delta)
+            state.store(memory)
+        else:
+            before = None if state is None or chunk.offset == 0 else state.memory_for(v, spec.width)
+            out, after = chunked(q, k, v, write, decay, before, spec.degree, delta, keep_state=state is not None)
+            if state is not None and after is not None:
+                state.store(after)
+        if spec.normalised:
+            out = out[..., :-1] / (out[..., -1:] + NOTHING)
+        out = out * self._stacked("gate")[None, :, :, None, None]
+        return out.flatten(1, 2)
+
+    def inputs(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """q [B, G, R, T, d], k [B, G, T, d], v [B, G, T, D], write strength [B, G, T] (0: padding), log decay; fp32."""
+        spec, dtype = self.spec, torch.promote_types(heads.v.dtype, torch.float32)
+        raw_q, raw_k = (heads.q, heads.k) if spec.rope else (heads.q_raw(), heads.k_raw())
+        raw_q, raw_k, v = raw_q.to(dtype), raw_k.to(dtype), heads.v.to(dtype)
+        b, g, t, _ = raw_k.shape
+        q = raw_q.reshape(b, g, -1, t, raw_q.shape[-1]) @ self._stacked("map_q")
+        k = raw_k @ self._stacked("map_k")
+        if spec.features == "hedgehog":
+            q, k = (torch.cat([x.softmax(-1), (-x).softmax(-1)], dim=-1) for x in (q, k))
+        else:
+            q = F.normalize(q - self._stacked("mean_q")[:, :, None], dim=-1)
+            k = F.normalize(k - self._stacked("mean_k")[:, None], dim=-1)
+        write = (raw_k @ self._stacked("write")[..., None])[..., 0] + self._stacked("write_bias")
+        decay = self._log_decay(raw_k)
+        write = write.sigmoid()
+        if (valid := heads.chunk.valid) is not None:
+            write = write * valid[:, None]
+            if decay is not None:
+                decay = decay * (valid[:, None] if decay.dim() == 3 else valid[:, None, :, None])
+        return q, k, v, write, decay
+
+    def _log_decay(self, raw_k: Tensor) -> Tensor | None:
+        """Log decay of each token, [B, G, T] or, of each feature, [B, G, T, F]; None: nothing is forgotten."""
+        spec = self.spec
+        if spec.decay == "none":
+            return None
+        rate = self._stacked("decay_bias")[:, None].expand(raw_k.shape[0], -1, raw_k.shape[2], -1)
+        if spec.decay != "head":
+            rate = rate + raw_k @ self._stacked("decay")
+        log = F.logsigmoid(rate) / GATE_SCALE
+        return log if spec.decay == "channel" else log[..., 0]
+
+    def _stacked(self, name: str) -> Tensor:
+        """A parameter of all groups, [G, ...]."""
+        return torch.stack([getattr(branch, name) for branch in self.branches.values()])
+
+
+class LinearState(State):
+    """S [B, G, F, E] in fp32, and the window's own state. `static`: written in place."""
+
+    def __init__(self, near: State | None, static: bool) -> None:
+        super().__init__()
+        self.near = near
+        self.static = static
+        self.memory: Tensor | None = None
+
+    def memory_for(self, v: Tensor, width: int) -> Tensor:
+        """S, zeros at first, for values [B, G, T, E]."""
+        if self.memory is None:
+            self.memory = v.new_zeros(*v.shape[:2], width, v.shape[-1])
+            self._pin()
+        return self.memory
+
+    def store(self, memory: Tensor) -> None:
+        if self.static and self.memory is not None:
+            self.memory.copy_(memory)
+        else:
+            self.memory = memory
+            self._pin()
+
+    def _pin(self) -> None:
+        if self.static and not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(self.memory)
+
+    def append(self, k: Tensor, v: Tensor, chunk: Chunk) -> None:
+        raise NotImplementedError("the operator writes its state: what a key becomes is learned")
+
+    def tensors(self) -> list[Tensor]:
+        return ([] if self.near is None else self.near.tensors()) + ([] if self.memory is None else [self.memory])
+
+    def select_rows(self, index: Tensor) -> None:
+        if self.near is not None:
+            self.near.select_rows(index)
+        if self.memory is not None:
+            self.memory = self.memory.index_select(0, index.to(self.memory.device))
+
+    def reset(self) -> None:
+        if self.near is not None:
+            self.near.reset()
+        if self.static and self.memory is not None:
+            self.memory.zero_()
+        else:
+            self.memory = None
+
+
+def branches_of(operators: Iterable[Operator]) -> dict[int, Branch]:
+    """Every branch that some operator of a layer has, by group."""
+    return {
+        int(group): branch
+        for operator in operators
+        if isinstance(operator, LinearAttention)
+        for group, branch in operator.branches.items()
+    }
