@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
     from typing import Any as Body  # the mixins always stand before a base class, whose attributes they use
 else:
     Body = object
+
+
+@dataclass
+class HybridOutput(BaseModelOutputWithPast):
+    """aux: what operators say beside their output, by "layer.first group.name"; None where none says anything."""
+
+    aux: dict[str, Tensor] | None = None
 
 
 class HeadOrder(Body):
@@ -102,7 +110,7 @@ class HybridModel(HeadOrder):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> HybridOutput:
         """Hidden states [B, T, E] of input_ids [B, T].
 
         `attention_mask` [B, T] or [B, past + T]: 1 for real tokens; `prompt_len` [B]: where each row's prompt ends,
@@ -124,11 +132,12 @@ class HybridModel(HeadOrder):
             hidden, position_ids = to_content(hidden, order), None if position_ids is None else _rows(position_ids, order)
         context = self.context(hidden, chunk, cache, position_ids)
         keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states = []
-        for layer in self.layers:
+        states, aux = [], {}
+        for i, layer in enumerate(self.layers):
             if keep:
                 states.append(hidden)
-            hidden, _ = layer(hidden, context)
+            hidden, more = layer(hidden, context)
+            aux.update({f"{i}.{name}": value for name, value in more.items()})
         hidden = self.norm(hidden)
         if cache is not None:
             cache.end(chunk)
@@ -137,8 +146,8 @@ class HybridModel(HeadOrder):
         if order is not None:
             back = order.argsort(dim=1)
             hidden, states = to_content(hidden, back), [to_content(state, back) for state in states]
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden, past_key_values=cache, hidden_states=tuple(states) if keep else None
+        return HybridOutput(
+            last_hidden_state=hidden, past_key_values=cache, hidden_states=tuple(states) if keep else None, aux=aux or None
         )
 
     def context(

@@ -145,7 +145,7 @@ def needle_prompts(
     for i in range(count):
         rng = random.Random(f"{seed}/{length}/{i}")
         depth = depths[i % len(depths)] if depths else (i + 0.5) / count
-        prompts.append(_prompt(hay, kinds[i % len(kinds)], length, depth, rng))
+        prompts.append(needle_prompt(hay, kinds[i % len(kinds)], length, depth, rng))
     return prompts
 
 
@@ -183,7 +183,8 @@ def chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     return bos, encode("\n")
 
 
-def _prompt(hay: Haystack, kind_name: str, length: int, depth: float, rng: random.Random) -> Prompt:
+def needle_prompt(hay: Haystack, kind_name: str, length: int, depth: float, rng: random.Random) -> Prompt:
+    """One prompt of a kind, its asked needle at `depth`; everything else is drawn from `rng`."""
     kind = KINDS[kind_name]
     keys = rng.sample(KEYS, 1 + kind.decoys)
     values = [kind.value(rng) for _ in keys]

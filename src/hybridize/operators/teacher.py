@@ -1,0 +1,25 @@
+"""Attention transfer inside a layer: the base's operator answers, another one learns to (LoLCATs, arXiv 2410.10254)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridize.operators.contract import Heads, Operator, State
+
+
+class Taught(Operator):
+    """Gives the teacher's output, and in aux "error": the student's squared distance from it, over the teacher's square."""
+
+    def __init__(self, teacher: Operator, student: Operator) -> None:
+        super().__init__()
+        self.teacher, self.student = teacher, student
+
+    def forward(self, heads: Heads, state: State | None) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            wanted, _ = self.teacher(heads, state)
+        given, _ = self.student(heads, None)
+        with torch.autocast(wanted.device.type, enabled=False):
+            wanted32 = wanted.float()
+            error = (given.float() - wanted32).pow(2).mean() / wanted32.pow(2).mean().clamp_min(1e-12)
+        return wanted, {"error": error}

@@ -1,0 +1,29 @@
+"""Losses that never hold the logits of all tokens at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 2048  # tokens whose logits stand in memory together
+
+
+def chunked_cross_entropy(hidden: Tensor, head: Callable[[Tensor], Tensor], targets: Tensor, chunk: int = CHUNK) -> Tensor:
+    """Cross entropy of each token, fp32 [N], from hidden [N, E] and targets [N]; logits are recomputed in the backward."""
+
+    def part(states: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(head(states).float(), wanted, reduction="none")
+
+    pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    losses = [checkpoint(part, states, wanted, use_reentrant=False) for states, wanted in pieces]
+    return torch.cat(losses) if losses else hidden.sum(-1).float()
+
+
+def row_means(losses: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Mean of the losses [N] of each row, [count]; `rows` [N] says whose each is, a row without any gives 0."""
+    sums = losses.new_zeros(count).index_add(0, rows, losses)
+    return sums / torch.bincount(rows, minlength=count).clamp_min(1)

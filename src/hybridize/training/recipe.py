@@ -1,0 +1,92 @@
+"""What a training is asked: plain data, readable from `key=value` text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, get_type_hints
+
+from hybridize.data.needles import CALIBRATION_KINDS
+from hybridize.errors import bad
+
+Asked = TypeVar("Asked")
+TRAINED = ("branches", "lora", "attention", "all")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Steps of AdamW on a mixture of needles and text; the defaults are those of our prototype (docs/igal.md).
+
+    Args:
+        steps: optimizer steps. rows: rows a step, over all devices. length: tokens a row.
+        rate, branch_rate: peak learning rates of base weights and of parameters beside them.
+        trains: "branches" (parameters beside the base's only), "lora" (and low-rank factors of q, k, v, o, merged at the
+            end), "attention" (and q, k, v, o themselves), "all" weights.
+        transfer_steps: steps of attention transfer before, on branches alone, at transfer_rate.
+        text_share: share of rows that are text. kinds: needles of the others.
+        micro: rows a device runs at once (0: all of its share). checkpointing: recompute layers, for memory.
+        warmup: steps of rising rate; then a cosine to zero. clip: largest gradient norm.
+        lora_rank, lora_alpha: of "lora". save_every: steps between checkpoints. seed: of data and initial values.
+    """
+
+    steps: int = 200
+    rows: int = 24
+    length: int = 1024
+    rate: float = 2e-4
+    branch_rate: float = 3e-3
+    trains: str = "attention"
+    transfer_steps: int = 0
+    transfer_rate: float = 1e-2
+    text_share: float = 1 / 3
+    kinds: tuple[str, ...] = CALIBRATION_KINDS
+    micro: int = 0
+    checkpointing: bool = False
+    warmup: int = 10
+    clip: float = 1.0
+    lora_rank: int = 8
+    lora_alpha: int = 16
+    save_every: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "transfer_steps", "micro", "warmup"):
+            if getattr(self, name) < 0:
+                raise bad(f"train.{name}", getattr(self, name), "at least 0")
+        for name in ("rows", "length", "lora_rank", "lora_alpha", "save_every", "rate", "branch_rate", "clip"):
+            if getattr(self, name) <= 0:
+                raise bad(f"train.{name}", getattr(self, name), "more than 0")
+        if self.trains not in TRAINED:
+            raise bad("train.trains", self.trains, f"one of {TRAINED}")
+        if self.micro and self.rows % self.micro:
+            raise bad("train.micro", self.micro, f"a divisor of rows={self.rows}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all stages read."""
+        return (self.steps + self.transfer_steps) * self.rows * self.length
+
+
+def from_text(cls: type[Asked], text: str | None, field: str) -> Asked:
+    """A dataclass from "key=value,key=value"; several words of a tuple have + between them.
+
+    Raises:
+        HybridizeError: no such field, or a value that cannot be one.
+    """
+    kinds, made = get_type_hints(cls), {}
+    known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+    for part in filter(None, (text or "").split(",")):
+        name, sign, value = part.partition("=")
+        if name not in known or not sign:
+            raise bad(field, part, f"KEY=VALUE with a KEY of {known}")
+        made[name] = _value(value, kinds[name], f"{field}.{name}")
+    return cls(**made)
+
+
+def _value(text: str, kind: Any, field: str) -> Any:
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise bad(field, text, "true or false")
+        return text == "true"
+    try:
+        return kind(text) if kind in (int, float, str) else tuple(filter(None, text.split("+")))
+    except ValueError:
+        raise bad(field, text, f"a number ({kind.__name__})") from None

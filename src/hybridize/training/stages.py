@@ -1,0 +1,135 @@
+"""The stages: attention transfer, and fine-tuning on answers and text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridize.data.mixture import Mixture
+from hybridize.operators.linear import LinearAttention
+from hybridize.operators.registry import build_operator
+from hybridize.operators.teacher import Taught
+from hybridize.plan import AttentionPlan
+from hybridize.training.adapters import PROJECTIONS, add_lora, merge_lora
+from hybridize.training.losses import chunked_cross_entropy, row_means
+from hybridize.training.recipe import Recipe
+from hybridize.training.trainer import train
+
+Report = Callable[[int, int], None]
+
+
+class FineTune(nn.Module):
+    """Cross entropy of the tokens from each row's `start` on: a row's mean, then the mean over rows."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, start: Tensor) -> dict[str, Tensor]:
+        """input_ids [B, T], start [B] to {"loss"}."""
+        hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        learned = torch.arange(1, input_ids.shape[1], device=input_ids.device) >= start[:, None]
+        losses = chunked_cross_entropy(hidden[:, :-1][learned], self.model.lm_head, input_ids[:, 1:][learned])
+        return {"loss": row_means(losses, learned.nonzero()[:, 0], len(input_ids)).mean()}
+
+
+class Transfer(nn.Module):
+    """Every linear branch learns the attention of the base on the base's own activations; its mean relative error."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, start: Tensor) -> dict[str, Tensor]:
+        aux = self.model.model(input_ids=input_ids, use_cache=False).aux
+        return {"loss": torch.stack([error for name, error in aux.items() if name.endswith(".error")]).mean()}
+
+
+def fine_tune(model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: Report | None = None) -> dict[str, Any]:
+    """Train what the recipe names, in place, on fp32 masters; what `train` returns."""
+    with masters(model):
+        if recipe.trains == "lora":
+            add_lora(model, recipe.lora_rank, recipe.lora_alpha)
+        select(model, recipe.trains)
+        rates = {"base": recipe.rate, "branch": recipe.branch_rate}
+        made = _run(FineTune(model), model, rows, recipe, folder, report, steps=recipe.steps, rates=rates, rate_of=kind_of)
+        if recipe.trains == "lora":
+            merge_lora(model)
+        return made
+
+
+def transfer(model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: Report | None = None) -> dict[str, Any]:
+    """Train branches alone to give the base's attention, under the model's plan; what `train` returns."""
+    with masters(model), teaching(model):
+        select(model, "branches")
+        rates = {"branch": recipe.transfer_rate}
+        how: dict[str, Any] = {"steps": recipe.transfer_steps, "rates": rates, "rate_of": lambda name: "branch"}
+        return _run(Transfer(model), model, rows, recipe, folder, report, **how)
+
+
+def _run(
+    stage: nn.Module, model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: Report | None, **how: Any
+) -> dict[str, Any]:
+    if recipe.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        return train(stage.train(), rows, recipe, folder, report=report, **how)
+    finally:
+        if recipe.checkpointing:
+            model.gradient_checkpointing_disable()
+        model.eval()
+
+
+def kind_of(name: str) -> str:
+    """Which learning rate a parameter has."""
+    return "branch" if ".branches." in name else "base"
+
+
+def select(model: nn.Module, trains: str) -> None:
+    """Make trainable what a recipe's `trains` names, and nothing else."""
+    for name, parameter in model.named_parameters():
+        part = name.split(".")
+        parameter.requires_grad_(
+            trains == "all"
+            or "branches" in part
+            or (trains == "lora" and "lora_" in name)
+            or (trains == "attention" and bool({*PROJECTIONS} & {*part}))
+        )
+
+
+@contextmanager
+def masters(model: nn.Module) -> Iterator[None]:
+    """fp32 weights inside, of which all are trainable again afterwards, in the dtype that they had."""
+    dtype = next(model.parameters()).dtype
+    model.float()
+    try:
+        yield
+    finally:
+        model.to(dtype)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+            parameter.grad = None
+
+
+@contextmanager
+def teaching(model: Any) -> Iterator[None]:
+    """Every layer runs the base's operators, and linear ones learn beside them, until the `with` block ends."""
+    attentions, base = model.attentions(), AttentionPlan.base(model.plan.geometry)
+    before = [attention.operators for attention in attentions]
+    for layer, attention in enumerate(attentions):
+        attention.operators = nn.ModuleList(
+            Taught(build_operator(base.spec(layer, 0)), operator)
+            if isinstance(operator, LinearAttention)
+            else build_operator(base.spec(layer, 0))
+            for operator in attention.operators
+        )
+    try:
+        yield
+    finally:
+        for attention, operators in zip(attentions, before, strict=True):
+            attention.operators = operators

@@ -1,0 +1,165 @@
+"""transformers' Trainer for stages: two learning rates, rows in order, checkpoints of what is trained, exact resume."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hybridize.data.mixture import Mixture, Row
+from hybridize.errors import bad
+from hybridize.files import write_text
+from hybridize.training.recipe import Recipe
+
+WHOLE = "whole"  # a file in each checkpoint that was written to its end
+TRAINED_FILE = "trained.safetensors"
+
+
+def train(
+    stage: nn.Module,
+    rows: Mixture,
+    recipe: Recipe,
+    folder: Path,
+    *,
+    steps: int,
+    rates: dict[str, float],
+    rate_of: Callable[[str], str],
+    report: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Train what `stage` leaves trainable; its forward gives {"loss"}, a mean over the rows it is given.
+
+    Args:
+        folder: checkpoints; the last whole one is continued, to the same bits as if nothing had stopped it.
+        rates, rate_of: peak learning rates by name, and which of them a parameter has.
+
+    Returns:
+        {"losses": one a step, "seconds": of all the runs it took, "tokens"}.
+
+    Raises:
+        HybridizeError: nothing to train, or rows that cannot be shared out evenly over devices.
+    """
+    if not any(p.requires_grad for p in stage.parameters()):
+        raise bad("train.trains", "no parameter", "a plan with operators that have parameters, or weights to train")
+    on_gpu = next(stage.parameters()).is_cuda
+    world = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and accelerate launch say it
+    micro = recipe.micro or max(1, recipe.rows // world)
+    if recipe.rows % (micro * world):
+        raise bad("train.rows", recipe.rows, f"a multiple of micro={micro} times {world} devices")
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=recipe.rows // (micro * world),
+        lr_scheduler_type="cosine",
+        warmup_steps=min(recipe.warmup, steps // 2),
+        max_grad_norm=recipe.clip,
+        seed=recipe.seed,
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        logging_steps=1,
+        save_steps=recipe.save_every,
+        save_total_limit=2,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        report_to=[],
+        ddp_find_unused_parameters=False,
+    )
+    trainer = StageTrainer(
+        model=stage, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[Marker(report, steps)]
+    )
+    trainer.rates, trainer.rate_of = rates, rate_of
+    found = last_whole(folder)
+    trainer.train(resume_from_checkpoint=str(found) if found else None)
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    losses, seconds = [entry["loss"] for entry in history], history[-1]["seconds"] if history else 0.0
+    return {"losses": losses, "seconds": seconds, "tokens": steps * recipe.rows * recipe.length}
+
+
+def collate(rows: list[Row]) -> dict[str, Tensor]:
+    """input_ids [B, T] and start [B] of rows of one length."""
+    return {"input_ids": torch.tensor([row.ids for row in rows]), "start": torch.tensor([row.start for row in rows])}
+
+
+def last_whole(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end."""
+    found = [path.parent for path in folder.glob(f"checkpoint-*/{WHOLE}")]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+class StageTrainer(Trainer):
+    """Checkpoints hold trained parameters only, in safetensors; base weights are where they came from."""
+
+    rates: dict[str, float]
+    rate_of: Callable[[str], str]
+    before = 0.0  # seconds of earlier runs
+    started: float | None = None
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        by_rate: dict[str, list[nn.Parameter]] = {name: [] for name in self.rates}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                by_rate[self.rate_of(name)].append(parameter)
+        groups = [{"params": found, "lr": self.rates[name]} for name, found in by_rate.items() if found]
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+        return self.optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(self.train_dataset)  # rows are drawn already
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.started is None:
+            past = [entry["seconds"] for entry in self.state.log_history if "seconds" in entry]
+            self.started, self.before = time.perf_counter(), past[-1] if past else 0.0
+        super().log({**logs, "seconds": self.before + time.perf_counter() - self.started}, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_trained(self.accelerator.unwrap_model(self.model), folder / TRAINED_FILE)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load_trained(self.model if model is None else model, Path(resume_from_checkpoint) / TRAINED_FILE)
+
+
+class Marker(TrainerCallback):
+    """Says of a checkpoint that it is whole, and of a step that it is done."""
+
+    def __init__(self, report: Callable[[int, int], None] | None, steps: int) -> None:
+        self.report, self.steps = report, steps
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            write_text(Path(args.output_dir) / f"checkpoint-{state.global_step}" / WHOLE, "")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.report and state.is_world_process_zero:
+            self.report(state.global_step, self.steps)
+
+
+def save_trained(model: nn.Module, path: Path) -> None:
+    """What is trainable now, in the order it has in memory."""
+    save_file({name: p.detach().contiguous() for name, p in model.named_parameters() if p.requires_grad}, path)
+
+
+@torch.no_grad()
+def load_trained(model: nn.Module, path: Path) -> None:
+    """Inverse of `save_trained`, on a model whose plan and trainable parameters are the same.
+
+    Raises:
+        HybridizeError: other parameters in the file.
+    """
+    stored = load_file(path, device="cpu")
+    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if set(stored) != set(wanted):
+        raise bad("checkpoint", sorted(set(stored) ^ set(wanted))[:3], "the parameters that this stage trains")
+    for name, parameter in wanted.items():
+        parameter.copy_(stored[name])
