@@ -19,7 +19,7 @@ import torch
 
 torch.set_num_threads(1)
 
-from hybridize import files, verbs, workflows  # noqa: E402  threads are set first
+from hybridize import converting, files, workflows  # noqa: E402  threads are set first
 from hybridize.data.text import bundled_text  # noqa: E402
 from hybridize.evaluation import suite  # noqa: E402
 from hybridize.terminal import Terminal  # noqa: E402
@@ -61,12 +61,12 @@ def arm(kill_at):
 
 
 def run(model, out):
-    verbs.convert(
+    converting.convert(
         Terminal(as_json=True), model, Path(out), "nll",
         selector="drop", budget=0.5, window=16, sinks=2, sink_positions="absolute", decode="window", unit="layer",
         prompts=2, length="760", text="calibration", seed=1, batch_tokens=1024, test_prompts=1, lengths="760",
         plan=None, scores=None, link=False, max_shard_size="5GB", dtype="auto", device_map=None,
-        trust_remote_code=False, dry_run=False, overwrite=True,
+        trust_remote_code=False, dry_run=False, overwrite=True, linear=None, control=None, train=None, train_text=None,
     )  # fmt: skip
 
 

@@ -304,3 +304,88 @@ def test_user_text(tmp_path, monkeypatch):
     with pytest.raises(hz.HybridizeError, match=r"hybridize\[train\]"):
         load_text("hub:wikitext")
     assert Path(tmp_path).exists()
+
+
+# -- igal -----------------------------------------------------------------------------------------------------------
+
+IGAL = ["--method", "igal", "--budget", 0.34, "--window", 16, "--linear", "dim=4", "--prompts", 2, "--length", 760]
+TRAIN = ["--train", "steps=2,rows=2,length=500,save_every=1,kinds=number,transfer_steps=1"]
+
+
+def test_igal(capsys, base, tmp_path, monkeypatch):
+    """Scores, plan, transfer, fine-tune, proof with the state off beside it, a folder that loads by Auto classes."""
+    from hybridize import adapting
+
+    monkeypatch.setattr(adapting, "load_text", lambda *_: [bundled_text("calibration")[:6000]])
+    out = tmp_path / "out"
+    code, printed, err = run(capsys, "convert", base, "--out", out, *IGAL, *TRAIN, *PROVE, "--json")
+    assert code == 0, err
+    assert json.loads(printed)["out"] == str(out)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    linear = [spec for row in model.plan.assignment for spec in row if spec == "linear"]
+    assert len(linear) == 3 and model.plan.provenance["method"] == "igal" and model.plan.provenance["selector"] == "echo"
+    assert all(branch.gate.abs().max() > 0 for branches in model.branches() for branch in branches.values())
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert {row["selector"] for row in metrics["rows"]} == {"full", "hybrid", "state off"}
+    assert len(metrics["training"]["finetune"]["losses"]) == 2 and len(metrics["training"]["transfer"]["losses"]) == 1
+    assert metrics["conversion"]["tokens"] == 2 * 760 + 3 * 2 * 500
+    base_rows = [row for row in metrics["rows"] if row["selector"] == "full" and row["task"] == "needle"]
+    code, _, err = run(capsys, "eval", base, "--out", tmp_path / "eval", *PROVE, "--seed", 2)
+    again = json.loads((tmp_path / "eval" / "metrics.json").read_text())["rows"]
+    assert base_rows[0]["score"] == next(row for row in again if row["task"] == "needle")["score"]
+    page = (out / "report.html").read_text()
+    assert 'id="training"' in page and "groups have a linear state" in page
+    assert "with a short fine-tune" in (out / "README.md").read_text()
+    assert not (out / "training").exists()
+
+
+@pytest.mark.parametrize("control", ["all-window", "all-linear", "lowest", "important-full", "random-groups-1"])
+def test_igal_controls(capsys, base, tmp_path, control):
+    scores = tmp_path / "scores.json"
+    hz.Scores("head", torch.rand(2, 3, 6).numpy(), {"scorer": "echo"}).save(scores)
+    words = [
+        "convert",
+        base,
+        "--out",
+        tmp_path / "out",
+        *IGAL,
+        "--control",
+        control,
+        "--scores",
+        scores,
+        "--dry-run",
+        "--json",
+    ]
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    plan = hz.AttentionPlan.from_dict(json.loads(out)["plan"])
+    counts = {"all-window": (0, 0), "all-linear": (9, 0), "important-full": (0, 3)}
+    assert (sum(name == "linear" for row in plan.assignment for name in row), len(plan.kept_groups)) == counts.get(
+        control, (3, 0)
+    )
+    top = hz.Scores.load(scores).top_groups(0.34, 3)
+    if control == "lowest":
+        assert not set(top) & set(plan.far_groups)
+    if control == "important-full":
+        assert plan.kept_groups == top
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["--method", "other"], "method"),
+        (["--method", "igal", "--control", "none"], "control"),
+        (["--method", "igal", "--linear", "size=3"], "linear"),
+        (["--method", "igal", "--linear", "degree=3"], "linear.degree"),
+        (["--method", "igal", "--train", "steps=many"], "train.steps"),
+        (["--method", "igal", "--train", "length=4096"], "train.length"),
+        (["--method", "igal", "--link"], "link"),
+        (["--method", "igal", "--budget", "0"], "budget"),
+        (["--train", "steps=3"], "train"),
+        (["--linear", "dim=3"], "linear"),
+    ],
+)
+def test_bad_igal(capsys, base, tmp_path, words, field):
+    code, _, err = run(capsys, "convert", base, "--out", tmp_path / "out", "--prompts", 1, "--length", 760, *PROVE, *words)
+    assert code == 2 and f"error: {field}: got" in err, err
+    assert not (tmp_path / "out").exists()

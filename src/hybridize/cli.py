@@ -138,14 +138,28 @@ def plan(
 def convert(
     model: Model,
     out: Out,
-    method: Annotated[str, typer.Option(help="nll.")] = "nll",
-    selector: Selector = "drop",
-    budget: Budget = 0.25,
-    window: WindowSize = 128,
-    sinks: Sinks = 4,
-    sink_positions: SinkPositions = "absolute",
+    method: Annotated[str, typer.Option(help="nll (docs/nll.md) or igal (docs/igal.md).")] = "nll",
+    selector: Annotated[str | None, typer.Option(help=f"{SELECTORS} Default: nll drop, igal echo.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Share of layers or groups that reach far. Default: nll 0.25, igal 0.0625.")
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="Window, tokens. Default: nll 128, igal 64.")] = None,
+    sinks: Annotated[int | None, typer.Option(help="First tokens that stay visible. Default: 4.")] = None,
+    sink_positions: Annotated[
+        str | None, typer.Option(help="absolute, or rebased: distances stay bounded. Default: nll absolute, igal rebased.")
+    ] = None,
     decode: Decode = "window",
     unit: Unit = None,
+    linear: Annotated[
+        str | None, typer.Option(help="igal: linear attention, KEY=VALUE,..., as degree=2,dim=32,rule=delta,rope=false.")
+    ] = None,
+    control: Annotated[
+        str | None, typer.Option(help="igal: all-window, all-linear, lowest, important-full, random-groups-SEED instead.")
+    ] = None,
+    train: Annotated[
+        str | None, typer.Option(help="igal: training, KEY=VALUE,..., as steps=200,rows=24,length=1024,trains=lora.")
+    ] = None,
+    train_text: Annotated[str | None, typer.Option(help="igal: text to train on, as --text; default that.")] = None,
     prompts: Prompts = 8,
     length: Length = "1024",
     text: Text = "calibration",
@@ -164,10 +178,10 @@ def convert(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a model: score it (or take --scores or --plan), write the hybrid, prove it against the base."""
-    from hybridize import verbs
+    """Convert a model: score it (or take --scores or --plan), train where the method does, prove it against the base."""
+    from hybridize import converting
 
-    verbs.convert(_console(as_json), **locals())
+    converting.convert(_console(as_json), **locals())
 
 
 @app.command(name="eval")

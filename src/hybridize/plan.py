@@ -113,17 +113,22 @@ class AttentionPlan:
         keep: Iterable[tuple[int, int]],
         cheap: OperatorSpec,
         provenance: Mapping[str, Any] | None = None,
+        kept: OperatorSpec | None = None,
     ) -> AttentionPlan:
-        """Keep the base's operator in the (layer, group) pairs of `keep`, run `cheap` in all others."""
-        base, kept = cls.base(geometry), set(keep)
-        for layer, group in kept:
+        """`kept` (None: the base's operator) in the (layer, group) pairs of `keep`, `cheap` in all others."""
+        base, chosen = cls.base(geometry), set(keep)
+        for layer, group in chosen:
             if not (0 <= layer < geometry.layers and 0 <= group < geometry.kv_heads):
                 raise bad("keep", (layer, group), f"layer < {geometry.layers} and group < {geometry.kv_heads}")
         rows = tuple(
-            tuple(base.assignment[i][j] if (i, j) in kept else cheap.kind for j in range(geometry.kv_heads))
+            tuple(
+                cheap.kind if (i, j) not in chosen else base.assignment[i][j] if kept is None else kept.kind
+                for j in range(geometry.kv_heads)
+            )
             for i in range(geometry.layers)
         )
-        return cls(geometry, {**base.operators, cheap.kind: cheap}, rows, provenance or {})
+        more = {} if kept is None else {kept.kind: kept}
+        return cls(geometry, {**base.operators, cheap.kind: cheap, **more}, rows, provenance or {})
 
     @classmethod
     def from_layers(
@@ -184,6 +189,17 @@ class AttentionPlan:
             for layer in range(self.geometry.layers)
             for group in range(self.geometry.kv_heads)
             if self.spec(layer, group) == base.spec(layer, group)
+        ]
+
+    @property
+    def far_groups(self) -> list[tuple[int, int]]:
+        """Groups that reach beyond a window: kept ones, and linear ones."""
+        kept = set(self.kept_groups)
+        return [
+            (layer, group)
+            for layer, row in enumerate(self.assignment)
+            for group, name in enumerate(row)
+            if (layer, group) in kept or self.operators[name].kind == "linear"
         ]
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded, load
 from hybridize.methods.baselines import random_group_plans
 from hybridize.methods.nll import control_plans
-from hybridize.options import lengths_of, load_model, read_config, selection_of
+from hybridize.options import load_model, read_config, selection_of
 from hybridize.plan import AttentionPlan, units_for_budget
-from hybridize.report.card import write_card
 from hybridize.report.charts import short
 from hybridize.report.page import write_report
 from hybridize.results import results, write_results
@@ -62,7 +60,7 @@ def demo(
             rows = prove(run, loaded, hybrid, plans, proof, terminal.report)
         with counted(seconds, "save"):
             hybrid.set_plan(chosen)
-            _save_model(run, loaded, hybrid, scores)
+            save_model(run, loaded, hybrid, scores)
     terminal.close()
     write_run(run, "demo", chosen, scores, rows, seconds, {"model": model, "dtype": str(loaded.model.dtype)[6:]})
     write_results(run.path / "demo.json", results("demo", rows, seconds=seconds, model=model, layers=chosen.kept_layers))
@@ -128,7 +126,7 @@ def plan(
         if selector not in controls:
             raise bad("selector", selector, f"one of {sorted(controls)}")
         made = controls[selector]
-    _show_plan(terminal, made, memory_estimate(config, made, 8192, batch, "bfloat16"))
+    show_plan(terminal, made, memory_estimate(config, made, 8192, batch, "bfloat16"))
     if out is not None:
         out = out / "plan.json" if out.suffix != ".json" else out
         if out.exists() and not overwrite:
@@ -136,59 +134,6 @@ def plan(
         made.save(out)
         terminal.say(f"plan: {out}")
     terminal.result({"plan": made.to_dict(), "cost": cost_rows(made)})
-
-
-def convert(terminal: Terminal, model: str, out: Path, method: str, **options: Any) -> None:
-    """Score, plan, save, prove."""
-    if method != "nll":
-        raise bad("method", method, "'nll'")
-    if options["plan"] is not None and options["scores"] is not None:
-        raise bad("plan, scores", "both", "at most one of --plan and --scores")
-    ask, proof = selection_of(options), Proof(options["test_prompts"], lengths_of(options["lengths"]))
-    given = Scores.load(options["scores"]) if options["scores"] is not None else None
-    fixed = AttentionPlan.load(options["plan"]) if options["plan"] is not None else None
-    if options["dry_run"]:
-        _dry_run(terminal, model, ask, given, fixed, options["trust_remote_code"])
-        return
-    config = {"verb": "convert", "model": model, "select": ask.as_config(), "prove": proof.as_config()}
-    config |= {"scores": str(options["scores"]), "plan": str(options["plan"]), "link": options["link"]}
-    with quiet_libraries():
-        check_output_folder(out, options["overwrite"])
-        loaded = load_model(model, options)
-        hybrid = hybrid_of(loaded)
-        units = hybrid.plan.geometry.layers * (1 if ask.asked_unit == "layer" else hybrid.plan.geometry.kv_heads)
-        units_for_budget(units, ask.budget)
-        if fixed is not None:
-            fixed.check_base(hybrid.plan.geometry)
-        run = RunFolder(out, config, options["overwrite"])
-        note_resume(terminal, run)
-        seconds: dict[str, float] = {}
-        scores = given
-        with counted(seconds, "score"):
-            if scores is None and fixed is None:
-                scores = compute_scores(run, loaded, hybrid, ask, terminal.report)
-        base = AttentionPlan.base(hybrid.plan.geometry)
-        chosen = fixed or plan_of_scores(scores, base, ask)  # type: ignore[arg-type]
-        with counted(seconds, "prove"):
-            rows = prove(run, loaded, hybrid, {"full": base, "hybrid": chosen}, proof, terminal.report)
-        hybrid.set_plan(chosen)
-        with counted(seconds, "save"):
-            if options["link"]:
-                run.begin()
-                checkpoint.save_linked(chosen, model, run.path / "model", overwrite=True)
-            else:
-                _save_model(run, loaded, hybrid, scores, options["max_shard_size"])
-    terminal.close()
-    spent = 0.0 if scores is given else sum(value for name, value in run.seconds.items() if name.startswith("score"))
-    cost = {"tokens": 0 if scores is given else ask.tokens, "seconds": spent}
-    write_run(run, f"{model} by {method}", chosen, scores, rows, seconds, {"model": model}, conversion=cost)
-    write_card(run.path / "README.md", base=model, plan=chosen, rows=rows)
-    _lift_model(run)
-    folder = run.finish()
-    terminal.quality_table(rows)
-    terminal.seconds_table(seconds)
-    terminal.say(f"model: {folder}\nreport: {folder / 'report.html'}")
-    terminal.result({"out": str(folder), "rows": rows, "seconds": seconds, "layers": chosen.kept_layers})
 
 
 def export(terminal: Terminal, model: str, out: Path, form: str, overwrite: bool, **options: Any) -> None:
@@ -203,21 +148,12 @@ def export(terminal: Terminal, model: str, out: Path, form: str, overwrite: bool
     terminal.result({"out": str(folder), "form": form})
 
 
-def _save_model(run: RunFolder, loaded: Loaded, hybrid: Any, scores: Scores | None, shard: str = "5GB") -> None:
+def save_model(run: RunFolder, loaded: Loaded, hybrid: Any, scores: Scores | None, shard: str = "5GB") -> None:
     run.begin()
     base = loaded.source if Path(loaded.source).exists() else None
     checkpoint.save(
         hybrid, loaded.tokenizer, run.path / "model", scores=scores, base=base, overwrite=True, max_shard_size=shard
     )
-
-
-def _lift_model(run: RunFolder) -> None:
-    # the output folder itself is what from_pretrained is given
-    for file in sorted((run.path / "model").iterdir()):
-        target = run.path / file.name
-        target.unlink(missing_ok=True)
-        shutil.move(file, target)
-    (run.path / "model").rmdir()
 
 
 def write_run(
@@ -247,6 +183,7 @@ def write_run(
         scores=scores,
         facts=shown,
         seconds=seconds,
+        training=more.get("training"),
     )
 
 
@@ -268,33 +205,10 @@ def note_resume(terminal: Terminal, run: RunFolder) -> None:
         terminal.say(f"going on with the unfinished run in {run.path}")
 
 
-def _show_plan(terminal: Terminal, plan: AttentionPlan, memory: dict[str, int]) -> None:
+def show_plan(terminal: Terminal, plan: AttentionPlan, memory: dict[str, int]) -> None:
     terminal.say(plan.map())
     terminal.cost_table(cost_rows(plan))
     terminal.say(
         f"memory at 8192 tokens, bf16: weights {short(memory['weights'])}B, cache {short(memory['cache'])}B "
         f"(base {short(memory['base_cache'])}B)"
     )
-
-
-def _dry_run(
-    terminal: Terminal, model: str, ask: Selection, given: Scores | None, fixed: AttentionPlan | None, trust: bool
-) -> None:
-    with quiet_libraries():
-        config = read_config(model, trust)
-    base = AttentionPlan.base(geometry_of(config))
-    if fixed is not None:
-        fixed.check_base(base.geometry)
-        made = fixed
-    elif given is not None:
-        made = plan_of_scores(given, base, ask)
-    else:
-        layers, groups = base.geometry.layers, base.geometry.kv_heads
-        by_layer = ask.asked_unit == "layer"
-        keep = units_for_budget(layers if by_layer else layers * groups, ask.budget)
-        what = "layers" if by_layer else "groups"
-        terminal.say(f"which {keep} {what} stay is known after scoring; what they cost does not depend on it:")
-        pairs = [divmod(unit, groups) for unit in range(keep * groups if by_layer else keep)]
-        made = AttentionPlan.from_groups(base.geometry, pairs, ask.cheap)
-    _show_plan(terminal, made, memory_estimate(config, made, 8192, 1, "bfloat16"))
-    terminal.result({"plan": made.to_dict(), "cost": cost_rows(made)})

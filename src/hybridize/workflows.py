@@ -18,8 +18,9 @@ from hybridize.evaluation.cells import Cell, against, merged
 from hybridize.evaluation.suite import Measure, Proof, measures
 from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded
+from hybridize.methods.igal import igal_plan, needs_scores
 from hybridize.methods.nll import plan_from_scores
-from hybridize.operators.specs import Window
+from hybridize.operators.specs import Linear, Window
 from hybridize.plan import AttentionPlan
 from hybridize.results import quality_row
 from hybridize.runs import RunFolder
@@ -37,7 +38,10 @@ def silent(what: str, done: float, of: int) -> None:
 
 @dataclass(frozen=True)
 class Selection:
-    """How layers, or groups, are chosen, and what the others run. unit, kinds: None for the selector's own."""
+    """How layers, or groups, are chosen, and what the others run. unit, kinds: None for the selector's own.
+
+    linear: what the chosen run (IGAL, of whose plans `control` names a control); None: what the base runs there.
+    """
 
     selector: str = "drop"
     budget: float = 0.25
@@ -52,6 +56,12 @@ class Selection:
     text: str = "calibration"
     seed: int = 1
     batch_tokens: int = 1024
+    linear: Linear | None = None
+    control: str | None = None
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.linear is None or needs_scores(self.control)
 
     @property
     def cheap(self) -> Window:
@@ -123,13 +133,17 @@ def compute_scores(
     )
 
 
-def plan_of_scores(scores: Scores, base: AttentionPlan, ask: Selection) -> AttentionPlan:
-    """The plan of `ask` from scores, for the model whose base plan is `base`.
+def plan_of_scores(scores: Scores | None, base: AttentionPlan, ask: Selection) -> AttentionPlan:
+    """The plan of `ask` from scores (None where it needs none), for the model whose base plan is `base`.
 
     Raises:
         HybridizeError: scores of another base.
     """
-    scores.check_identity(base.geometry.identity)
+    if scores is not None:
+        scores.check_identity(base.geometry.identity)
+    if ask.linear is not None:
+        return igal_plan(scores, base, ask.linear, ask.cheap, ask.budget, ask.control)
+    assert scores is not None
     return plan_from_scores(scores, base, ask.cheap, ask.budget)
 
 
@@ -206,7 +220,7 @@ def plan_head(name: str, plan: AttentionPlan, seed: int, context: int) -> dict[s
         method="base" if plan.assignment == base.assignment else plan.provenance.get("method", "plan"),
         selector=name,
         operators=",".join(spec.kind for spec in plan.specs()),
-        budget=len(plan.kept_groups) / (plan.geometry.layers * plan.geometry.kv_heads),
+        budget=len(plan.far_groups) / (plan.geometry.layers * plan.geometry.kv_heads),
         window=window.size if window else None,
         sinks=window.sinks if window else None,
         decode=window.decode if window else "full",

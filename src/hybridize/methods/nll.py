@@ -7,11 +7,16 @@ one lowers the NLL of an answer that needs the far context. No weight changes.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from hybridize.methods.baselines import RANDOM_SEEDS
 from hybridize.operators.specs import Window
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.scores import Scores
+
+DEFAULTS: dict[str, Any] = {
+    "selector": "drop", "budget": 0.25, "window": 128, "sinks": 4, "sink_positions": "absolute",
+}  # fmt: skip
 
 
 def plan_from_scores(scores: Scores, base: AttentionPlan, cheap: Window, budget: float) -> AttentionPlan:

@@ -12,9 +12,12 @@ from hybridize.files import write_text
 from hybridize.plan import AttentionPlan
 
 
-def write_card(path: str | Path, *, base: str, plan: AttentionPlan, rows: Sequence[dict[str, Any]]) -> Path:
+def write_card(
+    path: str | Path, *, base: str, plan: AttentionPlan, rows: Sequence[dict[str, Any]], trained: bool = False
+) -> Path:
     """Write README.md from the rows of a conversion's own proof (base and hybrid in one run)."""
     theirs, name = _card_of(base), Path(base).name
+    how = "with a short fine-tune." if trained else "without training. The weights are the base's."
     data = ModelCardData(
         base_model=name if Path(base).exists() else base,  # a local path is nobody else's business
         library_name="hybridize",
@@ -32,7 +35,7 @@ def write_card(path: str | Path, *, base: str, plan: AttentionPlan, rows: Sequen
 # {name}, hybrid
 
 {name} with the base's attention in {len(plan.kept_groups)} of {plan.geometry.layers * plan.geometry.kv_heads} KV groups
-(layers {plan.kept_layers}) and {_operators(plan)} in the rest, made by hybridize without training. The weights are the base's.
+(layers {plan.kept_layers}) and {_operators(plan)} in the rest, made by hybridize {how}
 
 ```python
 import hybridize  # or trust_remote_code=True

@@ -112,6 +112,28 @@ def lines(x_values: Sequence[int], series: Mapping[str, Sequence[float]], label:
     return _frame("".join(parts), label)
 
 
+def curve(series: Mapping[str, Sequence[float]], label: str) -> str:
+    """A value at every step, a line each, steps from left to right."""
+    high = max(max(values) for values in series.values()) or 1.0
+    steps = max(len(values) for values in series.values())
+
+    def y(value: float) -> float:
+        return TOP + (high - value) / high * (HEIGHT - TOP - BOTTOM)
+
+    def x(i: int) -> float:
+        return LEFT + 16 + i * (WIDTH - LEFT - 40) / max(1, steps - 1)
+
+    parts = [_axis(0.0, high, y)]
+    parts += [_text(x(i), HEIGHT - BOTTOM + 16, str(i + 1)) for i in sorted({(steps - 1) * n // 4 for n in range(5)})]
+    for n, (name, values) in enumerate(series.items()):
+        points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(values))
+        parts.append(f'<polyline class="line line-{n}" data-series="{escape(name)}" points="{points}"/>')
+        parts.append(f'<rect class="key line-{n}" x="{WIDTH - 150}" y="{TOP + 4 + 18 * n}" width="12" height="12"/>')
+        parts.append(_text(WIDTH - 132, TOP + 14 + 18 * n, name, "start"))
+    parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "step"))
+    return _frame("".join(parts), label)
+
+
 def scatter(points: Sequence[Mapping[str, Any]], x_label: str, y_label: str) -> str:
     """Quality over cost: a dot with its interval a point, its name beside it, and the line of those that none beats.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from hybridize.files import write_text
 from hybridize.plan import AttentionPlan
-from hybridize.report.charts import bars, grid, lines, short
+from hybridize.report.charts import bars, curve, grid, lines, short
 from hybridize.scores import Scores
 
 
@@ -25,6 +25,7 @@ def write_report(
     scores: Scores | None = None,
     facts: dict[str, Any] | None = None,
     seconds: dict[str, float] | None = None,
+    training: Mapping[str, Mapping[str, Any]] | None = None,
     dtype: str = "bfloat16",
 ) -> Path:
     """Write the page.
@@ -32,7 +33,7 @@ def write_report(
     Args:
         rows: quality rows (design.md's results format); those of method "base" are the reference.
         facts: shown as name and value at the top.
-        seconds: per phase.
+        seconds: per phase. training: for each stage its "losses".
     """
     base = AttentionPlan.base(plan.geometry)
     contexts = [2**i for i in range(10, 18)]
@@ -52,6 +53,7 @@ def write_report(
         heatmaps=[(name, _heatmap(rows, name)) for name in names],
         score_chart=None if scores is None else Markup(_score_chart(scores, plan)),
         score_unit=None if scores is None else scores.unit,
+        losses=Markup(curve({name: each["losses"] for name, each in training.items()}, "loss")) if training else None,
         scorer=None if scores is None else scores.provenance.get("scorer"),
         cache_lines=costs("cache bytes over context", lambda p, n: p.cache_bytes(n, 1, dtype)),
         prefill_lines=costs("attention FLOPs of a prefill over context", AttentionPlan.prefill_flops),
@@ -79,7 +81,8 @@ def _score_chart(scores: Scores, plan: AttentionPlan) -> str:
     if scores.unit == "layer":
         return bars(scores.values.tolist(), scores.standard_error.tolist(), plan.kept_layers, "score of each layer")
     heads = plan.geometry.group_size if scores.unit == "head" else 1
-    kept = [[plan.operators[name].kind == "full" for name in row for _ in range(heads)] for row in plan.assignment]
+    far = set(plan.far_groups)
+    kept = [[(i, j) in far for j in range(len(row)) for _ in range(heads)] for i, row in enumerate(plan.assignment)]
     return grid(scores.values.tolist(), kept, scores.unit, f"score of each {scores.unit}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
@@ -65,13 +66,16 @@ class Recipe:
         return (self.steps + self.transfer_steps) * self.rows * self.length
 
 
-def from_text(cls: type[Asked], text: str | None, field: str) -> Asked:
+def from_text(cls: type[Asked], text: str | None, field: str, given: Mapping[str, Any] | None = None) -> Asked:
     """A dataclass from "key=value,key=value"; several words of a tuple have + between them.
+
+    Args:
+        given: values of fields that the text does not name.
 
     Raises:
         HybridizeError: no such field, or a value that cannot be one.
     """
-    kinds, made = get_type_hints(cls), {}
+    kinds, made = get_type_hints(cls), dict(given or {})
     known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
     for part in filter(None, (text or "").split(",")):
         name, sign, value = part.partition("=")

@@ -93,13 +93,15 @@ def kind_of(name: str) -> str:
 def select(model: nn.Module, trains: str) -> None:
     """Make trainable what a recipe's `trains` names, and nothing else."""
     for name, parameter in model.named_parameters():
-        part = name.split(".")
-        parameter.requires_grad_(
-            trains == "all"
-            or "branches" in part
-            or (trains == "lora" and "lora_" in name)
-            or (trains == "attention" and bool({*PROJECTIONS} & {*part}))
-        )
+        parameter.requires_grad_(is_trained(name, trains))
+
+
+def is_trained(name: str, trains: str) -> bool:
+    """Whether a parameter is among those that a recipe's `trains` names."""
+    part = name.split(".")
+    if trains == "all" or "branches" in part:
+        return True
+    return "lora_" in name if trains == "lora" else trains == "attention" and any(p in part for p in PROJECTIONS)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hybridize.data.mixture import Mixture, Row
 from hybridize.errors import bad
@@ -76,6 +77,7 @@ def train(
     trainer = StageTrainer(
         model=stage, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[Marker(report, steps)]
     )
+    trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is the command's
     trainer.rates, trainer.rate_of = rates, rate_of
     found = last_whole(folder)
     trainer.train(resume_from_checkpoint=str(found) if found else None)
@@ -100,7 +102,7 @@ class StageTrainer(Trainer):
 
     rates: dict[str, float]
     rate_of: Callable[[str], str]
-    before = 0.0  # seconds of earlier runs
+    seconds = 0.0  # of earlier runs; counted on from the first step of this one
     started: float | None = None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -116,10 +118,14 @@ class StageTrainer(Trainer):
         return SequentialSampler(self.train_dataset)  # rows are drawn already
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        assert self.started is not None
+        super().log({**logs, "seconds": self.seconds + time.perf_counter() - self.started}, start_time)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.started is None:
             past = [entry["seconds"] for entry in self.state.log_history if "seconds" in entry]
-            self.started, self.before = time.perf_counter(), past[-1] if past else 0.0
-        super().log({**logs, "seconds": self.before + time.perf_counter() - self.started}, start_time)
+            self.started, self.seconds = time.perf_counter(), past[-1] if past else 0.0
+        return super().training_step(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
@@ -145,21 +151,24 @@ class Marker(TrainerCallback):
             self.report(state.global_step, self.steps)
 
 
-def save_trained(model: nn.Module, path: Path) -> None:
-    """What is trainable now, in the order it has in memory."""
-    save_file({name: p.detach().contiguous() for name, p in model.named_parameters() if p.requires_grad}, path)
+def save_trained(model: nn.Module, path: Path, names: AbstractSet[str] | None = None) -> None:
+    """The parameters of `names` (None: what is trainable now), in the order they have in memory."""
+    save_file({name: p.detach().contiguous() for name, p in _named(model, names).items()}, path)
 
 
 @torch.no_grad()
-def load_trained(model: nn.Module, path: Path) -> None:
-    """Inverse of `save_trained`, on a model whose plan and trainable parameters are the same.
+def load_trained(model: nn.Module, path: Path, names: AbstractSet[str] | None = None) -> None:
+    """Inverse of `save_trained`, on a model of the same plan.
 
     Raises:
         HybridizeError: other parameters in the file.
     """
-    stored = load_file(path, device="cpu")
-    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    stored, wanted = load_file(path, device="cpu"), _named(model, names)
     if set(stored) != set(wanted):
         raise bad("checkpoint", sorted(set(stored) ^ set(wanted))[:3], "the parameters that this stage trains")
     for name, parameter in wanted.items():
         parameter.copy_(stored[name])
+
+
+def _named(model: nn.Module, names: AbstractSet[str] | None) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if (p.requires_grad if names is None else name in names)}

@@ -1,0 +1,66 @@
+"""Train a model under its plan, in resumable steps of a run folder: the adapt of score, plan, adapt, prove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hybridize.data.mixture import Mixture
+from hybridize.data.text import load_text
+from hybridize.loading import Loaded
+from hybridize.plan import AttentionPlan
+from hybridize.runs import RunFolder
+from hybridize.training.recipe import Recipe
+from hybridize.training.stages import fine_tune, is_trained, transfer
+from hybridize.training.trainer import load_trained, save_trained
+from hybridize.workflows import Report, silent
+
+FOLDER = "training"  # in the run folder, while it is worked on
+
+
+def adapt(
+    run: RunFolder, loaded: Loaded, model: Any, plan: AttentionPlan, recipe: Recipe, text: str, report: Report = silent
+) -> dict[str, Any]:
+    """Set `plan` and run the recipe's stages on it, in place; {stage: {"losses", "seconds", "tokens"}}.
+
+    A run that was killed goes on at its last checkpoint, and ends with the same bits.
+
+    Raises:
+        HybridizeError: a text that is too short.
+    """
+    run.begin()
+    torch.manual_seed(recipe.seed)  # first values of what is learned
+    model.set_plan(plan)
+    stages: list[tuple[str, int, Callable[..., dict[str, Any]], str]] = [("finetune", recipe.steps, fine_tune, recipe.trains)]
+    if any(model.branches()):
+        stages.insert(0, ("transfer", recipe.transfer_steps, transfer, "branches"))
+    records = {}
+    for name, steps, stage, trains in stages:
+        if not steps:
+            continue
+        file = run.path / FOLDER / f"{name}.safetensors"
+        wanted = {n for n, _ in model.named_parameters() if is_trained(n, "attention" if trains == "lora" else trains)}
+        if run.has(name):
+            load_trained(model, file, wanted)
+
+        def make(
+            name: str = name, steps: int = steps, stage: Any = stage, file: Any = file, wanted: set[str] = wanted
+        ) -> dict[str, Any]:
+            rows = Mixture(
+                loaded.tokenizer,
+                "\n\n".join(load_text(text)),
+                count=steps * recipe.rows,
+                length=recipe.length,
+                kinds=recipe.kinds,
+                text_share=recipe.text_share,
+                seed=recipe.seed,
+            )
+            tick = lambda done, of: report(name, done, of)  # noqa: E731
+            made = stage(model, rows, recipe, run.path / FOLDER / name, tick)
+            save_trained(model, file, wanted)
+            return made
+
+        records[name] = run.step(name, make)
+    return records

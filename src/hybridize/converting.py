@@ -1,0 +1,153 @@
+"""`hybridize convert`: score, plan, adapt, prove, save."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridize import checkpoint
+from hybridize.adapting import FOLDER, adapt
+from hybridize.conversion import memory_estimate
+from hybridize.errors import bad
+from hybridize.evaluation.suite import Proof
+from hybridize.files import check_output_folder
+from hybridize.geometry import geometry_of
+from hybridize.methods import igal, nll
+from hybridize.operators.specs import Linear
+from hybridize.options import lengths_of, load_model, read_config, selection_of
+from hybridize.plan import AttentionPlan, units_for_budget
+from hybridize.report.card import write_card
+from hybridize.runs import RunFolder, quiet_libraries
+from hybridize.scores import Scores
+from hybridize.terminal import Terminal
+from hybridize.training.recipe import Recipe, from_text
+from hybridize.verbs import note_resume, save_model, show_plan, write_run
+from hybridize.workflows import Selection, compute_scores, cost_rows, counted, hybrid_of, plan_of_scores, prove
+
+METHODS = {"nll": nll.DEFAULTS, "igal": igal.DEFAULTS}
+
+
+def convert(terminal: Terminal, model: str, out: Path, method: str, **options: Any) -> None:
+    """Score, plan, train where the method does, prove, save."""
+    ask, recipe = asked_of(method, options)
+    proof = Proof(options["test_prompts"], lengths_of(options["lengths"]))
+    given = Scores.load(options["scores"]) if options["scores"] is not None else None
+    fixed = AttentionPlan.load(options["plan"]) if options["plan"] is not None else None
+    if options["dry_run"]:
+        _dry_run(terminal, model, ask, given, fixed, options["trust_remote_code"])
+        return
+    text = options["train_text"] or ask.text
+    config: dict[str, Any] = {"verb": "convert", "model": model, "method": method, "link": options["link"]}
+    config |= {"select": ask.as_config(), "prove": proof.as_config()}
+    config |= {"scores": str(options["scores"]), "plan": str(options["plan"])}
+    config["train"] = None if recipe is None else {**vars(recipe), "text": text}
+    with quiet_libraries():
+        check_output_folder(out, options["overwrite"])
+        loaded = load_model(model, options)
+        hybrid = hybrid_of(loaded)
+        base = AttentionPlan.base(hybrid.plan.geometry)
+        units = base.geometry.layers * (1 if ask.asked_unit == "layer" else base.geometry.kv_heads)
+        units_for_budget(units, ask.budget)
+        if recipe is not None:
+            base.check_context(recipe.length, "train.length")
+        if fixed is not None:
+            fixed.check_base(base.geometry)
+        run = RunFolder(out, config, options["overwrite"])
+        note_resume(terminal, run)
+        seconds: dict[str, float] = {}
+        scores = given
+        with counted(seconds, "score"):
+            if scores is None and fixed is None and ask.needs_scores:
+                scores = compute_scores(run, loaded, hybrid, ask, terminal.report)
+        chosen = fixed or plan_of_scores(scores, base, ask)
+        plans, trained = {"full": base, "hybrid": chosen}, {}
+        if recipe is not None:
+            with counted(seconds, "prove"):  # while the weights are still the base's
+                prove(run, loaded, hybrid, {"full": base}, proof, terminal.report)
+            with counted(seconds, "train"):
+                trained = adapt(run, loaded, hybrid, chosen, recipe, text, terminal.report)
+            if any(spec.kind == "linear" for spec in chosen.specs()):
+                plans["state off"] = chosen.without("linear")
+        hybrid.set_plan(chosen)
+        with counted(seconds, "prove"):
+            rows = prove(run, loaded, hybrid, plans, proof, terminal.report)
+        with counted(seconds, "save"):
+            if options["link"]:
+                run.begin()
+                checkpoint.save_linked(chosen, model, run.path / "model", overwrite=True)
+            else:
+                save_model(run, loaded, hybrid, scores, options["max_shard_size"])
+    terminal.close()
+    shutil.rmtree(run.path / FOLDER, ignore_errors=True)
+    spent = 0.0 if scores is given else sum(value for name, value in run.seconds.items() if name.startswith("score"))
+    cost = {"tokens": 0 if scores is given else ask.tokens, "seconds": spent}
+    for record in trained.values():
+        cost = {name: cost[name] + record[name] for name in cost}
+    facts = {"model": model, **({"trained": f"{cost['tokens']:,} tokens, {recipe}"} if recipe else {})}
+    write_run(run, f"{model} by {method}", chosen, scores, rows, seconds, facts, conversion=cost, training=trained)
+    write_card(run.path / "README.md", base=model, plan=chosen, rows=rows, trained=bool(trained))
+    _lift_model(run)
+    folder = run.finish()
+    terminal.quality_table(rows)
+    terminal.seconds_table(seconds)
+    terminal.say(f"model: {folder}\nreport: {folder / 'report.html'}")
+    terminal.result({"out": str(folder), "rows": rows, "seconds": seconds, "layers": chosen.kept_layers})
+
+
+def asked_of(method: str, options: dict[str, Any]) -> tuple[Selection, Recipe | None]:
+    """What the options ask of a method, its own defaults filled in; the recipe is None for one that trains nothing.
+
+    Raises:
+        HybridizeError: an unknown method, options that exclude each other, or that the method does not have.
+    """
+    if method not in METHODS:
+        raise bad("method", method, f"one of {sorted(METHODS)}")
+    if options["plan"] is not None and options["scores"] is not None:
+        raise bad("plan, scores", "both", "at most one of --plan and --scores")
+    if method == "nll" and (given := [name for name in ("linear", "control", "train", "train_text") if options[name]]):
+        raise bad(given[0], options[given[0]], "nothing: --method nll trains nothing and has no linear groups")
+    if method == "igal" and options["link"]:
+        raise bad("link", True, "no --link: the weights are trained, so they have to be written")
+    ask = selection_of({**options, **{k: v for k, v in METHODS[method].items() if options[k] is None}})
+    if method == "nll":
+        return ask, None
+    near = {"window": ask.window, "sinks": ask.sinks, "sink_positions": ask.sink_positions}
+    linear = from_text(Linear, options["linear"], "linear", near)
+    ask = replace(ask, linear=linear, control=options["control"])
+    if ask.control is not None and ask.control not in igal.CONTROLS:
+        raise bad("control", ask.control, f"one of {igal.CONTROLS}")
+    return ask, from_text(Recipe, options["train"], "train")
+
+
+def _lift_model(run: RunFolder) -> None:
+    # the output folder itself is what from_pretrained is given
+    for file in sorted((run.path / "model").iterdir()):
+        target = run.path / file.name
+        target.unlink(missing_ok=True)
+        shutil.move(file, target)
+    (run.path / "model").rmdir()
+
+
+def _dry_run(
+    terminal: Terminal, model: str, ask: Selection, given: Scores | None, fixed: AttentionPlan | None, trust: bool
+) -> None:
+    with quiet_libraries():
+        config = read_config(model, trust)
+    base = AttentionPlan.base(geometry_of(config))
+    if fixed is not None:
+        fixed.check_base(base.geometry)
+        made = fixed
+    elif given is not None or not ask.needs_scores:
+        made = plan_of_scores(given, base, ask)
+    else:
+        layers, groups = base.geometry.layers, base.geometry.kv_heads
+        by_layer = ask.asked_unit == "layer"
+        keep = units_for_budget(layers if by_layer else layers * groups, ask.budget)
+        what = "layers" if by_layer else "groups"
+        terminal.say(f"which {keep} {what} stay is known after scoring; what they cost does not depend on it:")
+        pairs = [divmod(unit, groups) for unit in range(keep * groups if by_layer else keep)]
+        made = AttentionPlan.from_groups(base.geometry, pairs, ask.cheap, kept=ask.linear)
+    show_plan(terminal, made, memory_estimate(config, made, 8192, 1, "bfloat16"))
+    terminal.result({"plan": made.to_dict(), "cost": cost_rows(made)})
