@@ -6,7 +6,7 @@ import torch._dynamo.testing
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hybridize as hz
-from conftest import make_base, make_plan
+from conftest import make_base, make_hybrid, make_plan
 from hybridize.kernels import dispatch
 from hybridize.operators.banded import banded_attention
 from hybridize.operators.contract import write_at
@@ -203,11 +203,10 @@ def test_a_fallback_is_announced(monkeypatch):
     assert len(said) == 1 and "head_dim is 12" in said[0]
 
 
-@pytest.mark.parametrize("operator", ["window", "window_no_sinks", "window_rebased", "window_full_decode", "mixed"])
+@pytest.mark.parametrize("operator", ["window", "window_no_sinks", "window_rebased", "window_full_decode", "linear", "mixed"])
 def test_models_run_on_the_kernels(ids, operator, monkeypatch):
     """Whole models, padding, chunks and gradients: kernels and reference side by side."""
-    base = make_base("qwen3")
-    model = hz.convert(base, make_plan(base, operator))
+    model = make_hybrid(make_base("qwen3"), operator)
     rows = torch.cat([torch.zeros(1, 9, dtype=torch.long), ids[1:, :-9]], dim=1)
     rows, mask = torch.cat([ids[:1], rows]), torch.ones_like(ids)
     mask[1, :9] = 0
@@ -354,10 +353,9 @@ def test_decode_kernel_takes_the_token_in(case, d):
         assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
 
 
-@pytest.mark.parametrize("operator", ["full", "window_rebased", "mixed"])
+@pytest.mark.parametrize("operator", ["full", "window_rebased", "linear", "linear_channel", "mixed"])
 def test_generation_on_the_kernels(ids, operator, monkeypatch):
-    base = make_base("qwen3")
-    model = hz.convert(base, make_plan(base, operator)).eval()
+    model = make_hybrid(make_base("qwen3"), operator)
     rows = torch.cat([ids[:1, :20], torch.cat([torch.zeros(1, 6, dtype=torch.long), ids[1:, :14]], dim=1)])
     mask = torch.ones_like(rows)
     mask[1, :6] = 0
@@ -371,10 +369,10 @@ def test_generation_on_the_kernels(ids, operator, monkeypatch):
     assert all(torch.equal(answers[0], other) for other in answers[1:])
 
 
-def test_a_compiled_step_has_one_graph_with_the_kernels_in_it(ids, monkeypatch):
+@pytest.mark.parametrize("operator", ["window", "linear"])
+def test_a_compiled_step_has_one_graph_with_the_kernels_in_it(ids, operator, monkeypatch):
     monkeypatch.setenv("HYBRIDIZE_KERNELS", "triton")
-    base = make_base("qwen3")
-    model = hz.convert(base, make_plan(base, "window")).eval()
+    model = make_hybrid(make_base("qwen3"), operator)
     cache, eager = model.new_cache(48), model.new_cache(48)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()

@@ -179,6 +179,7 @@ class HybridAttention(nn.Module):
                 spans = self._spans(q_raw, k_raw, v, q_raw, k_raw, hidden, context)
                 views = [op.one_token(heads, st) for op, heads, st in zip(self.operators, spans, states, strict=True)]
                 out = self._launch(kernels, q_raw, views, [k_raw, v, *context.rotation])
+                self._add_beside(out, spans, states)
                 return self.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:-1], -1)), {}
             shared = [False] * len(shared)
         q, k = rotated(q_raw, k_raw, context.rotation)
@@ -206,8 +207,21 @@ class HybridAttention(nn.Module):
         if views:
             chosen = [heads.q for heads, mine in zip(spans, shared, strict=True) if mine]
             out = self._launch(kernels, q if all(shared) else torch.cat(chosen, dim=1), views, [])
+            self._add_beside(out, spans, states, shared)
             parts = iter([out] if len(chosen) == 1 else out.split([part.shape[1] for part in chosen], dim=1))
         return [next(parts) if own is None else own for own in outputs], aux
+
+    def _add_beside(
+        self, out: Tensor, spans: Sequence[Heads], states: Sequence[Any], shared: Sequence[bool] | None = None
+    ) -> None:
+        """In place: to each span's part of a launch's output what its operator says beside it."""
+        first = 0
+        for i, (operator, heads, state) in enumerate(zip(self.operators, spans, states, strict=True)):
+            if shared is None or shared[i]:
+                last = first + heads.q.shape[1]
+                if (more := operator.beside(heads, state)) is not None:
+                    out[:, first:last] += more
+                first = last
 
     def _room(self, q: Tensor, spans: Sequence[Heads]) -> Tensor | None:
         """Memory [B, T, H, D] that spans may write their parts of; None: there is nothing to join."""

@@ -128,6 +128,10 @@ class Operator(nn.Module):
         """
         raise NotImplementedError
 
+    def beside(self, heads: Heads, state: State) -> Tensor | None:
+        """What is added to the span's part of a shared launch, [B, H, 1, D]; None: nothing."""
+        return None
+
     def new_state(self, max_tokens: int | None) -> State:
         """An empty state; `max_tokens` None for a growing one, else a static, compilable one."""
         raise NotImplementedError

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridize.operators.contract import Chunk, Heads, Operator, State
+from hybridize.operators.contract import Chunk, Heads, OneToken, Operator, State
 from hybridize.operators.linear_spec import Linear
 from hybridize.operators.recurrence import chunked, recurrent
 from hybridize.operators.window import WindowAttention
@@ -98,6 +98,19 @@ class LinearAttention(Operator):
             return read.to(heads.q.dtype), {}
         near, aux = self.near(heads, None if state is None else state.near)
         return near + read.to(near.dtype), aux
+
+    def shares_decode(self, state: State) -> bool:
+        # a launch over static states rotates inside, so that rotated queries are nowhere else
+        return self.near is not None and not self.spec.rope
+
+    def one_token(self, heads: Heads, state: State) -> OneToken:
+        assert self.near is not None and isinstance(state, LinearState) and state.near is not None
+        return self.near.one_token(heads, state.near)
+
+    def beside(self, heads: Heads, state: State) -> Tensor:
+        assert isinstance(state, LinearState)
+        with torch.autocast(heads.v.device.type, enabled=False):
+            return self._read(heads, state).to(heads.v.dtype)
 
     def _read(self, heads: Heads, state: LinearState | None) -> Tensor:
         """gate * read(S, phi(q)), fp32 [B, H, T, D]."""
