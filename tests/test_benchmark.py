@@ -122,3 +122,25 @@ def test_parts_may_have_their_own_contexts():
 def test_settings_are_checked():
     with pytest.raises(hz.HybridizeError, match="batches"):
         Bench(batches=(0,))
+
+
+def test_linear_plans_move_no_weights():
+    """A captured graph of one plan stays right under the other; every count of groups is spread over layers."""
+    geometry = hz.Geometry("llama", 32, 32, 8, 128, 4096)
+    for budget, count in ((0.0625, 16), (0.125, 32), (0.25, 64), (0.17, 44)):
+        name, plan = Bench(budget=budget, linear="degree=2,dim=16", window=64).hybrid(geometry)
+        assert name == f"{count} of 256 groups linear" and len(plan.far_groups) == count
+        assert all(plan.group_order(layer) == tuple(range(8)) for layer in range(32))
+        assert plan.specs()[0].rebased_distance == 68 and plan.operators["linear"].width == 136
+    with pytest.raises(hz.HybridizeError, match=r"linear\.degree: got"):
+        Bench(linear="degree=3")
+
+
+def test_bench_of_linear_groups(capsys, tmp_path):
+    words = ["bench", "--out", tmp_path / "b", "--linear", "default", "--window", 64, "--budget", 0.25, "--contexts", 256]
+    words += ["--parts", "prefill,decode", "--seconds", 0, "--dtype", "float32", "--json"]
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    rows = json.loads(out)["rows"]
+    assert {row["variant"] for row in rows} == {"base", "2 of 8 groups linear", "stock transformers"}
+    assert {row["what"] for row in rows} == {"prefill", "decode"}

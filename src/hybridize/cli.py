@@ -265,7 +265,10 @@ def bench(
     ] = "attention,prefill,decode,train,ragged",
     contexts: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "1024",
     batches: Annotated[str, typer.Option(help="Rows of a decoding step, comma-separated.")] = "1",
-    budget: Budget = 0.25,
+    budget: Annotated[float, typer.Option(help="Share of full layers; with --linear, of linear groups.")] = 0.25,
+    linear: Annotated[
+        str | None, typer.Option(help="Linear groups and re-based windows: KEY=VALUE,... as convert takes, or 'default'.")
+    ] = None,
     window: WindowSize = 512,
     sinks: Sinks = 4,
     backward: Annotated[bool, typer.Option("--backward", help="Attention's backward too.")] = False,

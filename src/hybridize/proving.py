@@ -95,7 +95,10 @@ def compare(terminal: Terminal, sources: list[str], out: Path, model: str | None
 def bench(terminal: Terminal, out: Path, device: str, overwrite: bool, **options: Any) -> None:
     """Speed of a shape, base and hybrid in one run, beside the machine's ceilings."""
     numbers: dict[str, Any] = {name: lengths_of(options[name], name) for name in ("contexts", "batches")}
-    rest = {name: options[name] for name in ("shape", "budget", "window", "sinks", "backward", "stock", "seconds", "dtype")}
+    rest = {
+        name: options[name]
+        for name in ("shape", "budget", "linear", "window", "sinks", "backward", "stock", "seconds", "dtype")
+    }
     ask = Bench(**rest, **numbers, parts=tuple(options["parts"].split(",")))
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise bad("device", device, "'auto' or 'cpu': torch sees no CUDA device here")

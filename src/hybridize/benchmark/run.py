@@ -20,8 +20,9 @@ from hybridize.errors import bad
 from hybridize.geometry import geometry_of
 from hybridize.kernels.dispatch import kernels_for
 from hybridize.methods.nll import periodic_layers
-from hybridize.operators.specs import Window
-from hybridize.plan import AttentionPlan, units_for_budget
+from hybridize.operators.specs import Linear, Window
+from hybridize.plan import AttentionPlan, Geometry, units_for_budget
+from hybridize.training.recipe import from_text
 
 PARTS = ("attention", "prefill", "decode", "train", "ragged", "batch")
 DEFAULT_PARTS = PARTS[:5]  # the largest batch needs a GPU
@@ -33,6 +34,8 @@ class Bench:
     """The question: a named shape, parts of PARTS, tokens of context, rows of decoding batches.
 
     A part may have contexts of its own: "prefill:131072+262144".
+    `budget`: share of layers with full attention; or, where `linear` ("KEY=VALUE,..." of its spec, or "default") is given,
+    of groups with a linear state, the others re-based windows.
     `stock`: transformers' own class too, which takes longest. `backward`: of attention alone.
     """
 
@@ -41,6 +44,7 @@ class Bench:
     contexts: tuple[int, ...] = (1024,)
     batches: tuple[int, ...] = (1,)
     budget: float = 0.25
+    linear: str | None = None
     window: int = 512
     sinks: int = 4
     backward: bool = False
@@ -50,7 +54,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         shape_named(self.shape)
-        _ = Window(self.window, self.sinks)
+        _ = Window(self.window, self.sinks), self.linear_spec
         if unknown := [part for part in self.named_parts if part not in PARTS]:
             raise bad("parts", unknown[0], f"some of {PARTS}")
         contexts = self.longest_first
@@ -58,6 +62,29 @@ class Bench:
             raise bad("contexts, batches", (self.contexts, contexts, self.batches), "numbers of at least 1")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise bad("dtype", self.dtype, "'bfloat16', 'float16' or 'float32'")
+
+    @property
+    def linear_spec(self) -> Linear | None:
+        if not self.linear:
+            return None
+        near = {"window": self.window, "sinks": self.sinks}
+        return from_text(Linear, None if self.linear == "default" else self.linear, "linear", near)
+
+    def hybrid(self, geometry: Geometry) -> tuple[str, AttentionPlan]:
+        """(name, plan) of what is held against the base."""
+        layers, groups, linear = geometry.layers, geometry.kv_heads, self.linear_spec
+        if linear is None:
+            keep = periodic_layers(layers, units_for_budget(layers, self.budget))[0]
+            plan = AttentionPlan.from_layers(geometry, keep, Window(self.window, self.sinks), {"method": "bench"})
+            return f"{len(keep)} of {layers} layers full", plan
+        count = units_for_budget(layers * groups, self.budget)
+        # the first groups of each layer, so that no plan moves weights under a captured graph
+        rest = count % layers
+        pairs = [(layer, group) for group in range(count // layers) for layer in range(layers)]
+        pairs += [(i * layers // rest, count // layers) for i in range(rest)]
+        cheap = Window(self.window, self.sinks, "rebased")
+        plan = AttentionPlan.from_groups(geometry, pairs, cheap, {"method": "bench"}, linear)
+        return f"{count} of {layers * groups} groups linear", plan
 
     @property
     def named_parts(self) -> dict[str, tuple[int, ...]]:
@@ -98,7 +125,7 @@ def bench(
             given = (ask.shape, shape, n, window, device, dtype, ceilings)
             pieces.append((f"attention-{n}", partial(attention_rows, *given, backward=ask.backward, seconds=ask.seconds)))
             pieces.append((f"attention-decode-{n}", partial(kernel_decode_rows, *given, ask.seconds)))
-    pieces += _model_pieces(ask, shape, window, device, dtype, ceilings)
+    pieces += _model_pieces(ask, shape, device, dtype, ceilings)
     rows: list[dict[str, Any]] = []
     for i, (name, run) in enumerate(pieces):
         rows += step(name, run)
@@ -112,15 +139,13 @@ def bench(
 
 
 def _model_pieces(
-    ask: Bench, shape: Shape, window: Window, device: torch.device, dtype: torch.dtype, ceilings: Ceilings
+    ask: Bench, shape: Shape, device: torch.device, dtype: torch.dtype, ceilings: Ceilings
 ) -> Sequence[tuple[str, Callable[[], Any]]]:
     @functools.cache
     def subject() -> Subject:
         stock, model = random_models(shape, ask.longest_first[0] + ROOM, device, dtype)
-        geometry = geometry_of(model.config)
-        keep = periodic_layers(geometry.layers, units_for_budget(geometry.layers, ask.budget))[0]
-        hybrid = AttentionPlan.from_layers(geometry, keep, window, {"method": "bench"})
-        plans = {"base": AttentionPlan.base(geometry), f"{len(keep)} of {geometry.layers} layers full": hybrid}
+        name, hybrid = ask.hybrid(geometry_of(model.config))
+        plans = {"base": AttentionPlan.base(hybrid.geometry), name: hybrid}
         return Subject(ask.shape, shape, stock, model, plans, ceilings, ask.seconds)
 
     def on_subject(rows: Callable[..., Any], *given: Any) -> Callable[[], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Subject:
     plans: Mapping[str, AttentionPlan]
     ceilings: Ceilings
     seconds: float
+    learned: dict[str, Any] = field(default_factory=dict)  # parameters beside the base's, which captured graphs read
 
     @property
     def device(self) -> torch.device:
@@ -44,7 +45,8 @@ class Subject:
         """Bring the model under a variant's plan; transformers' own class has none."""
         plan = self.plans.get(variant)
         if plan is not None and (self.model.plan.assignment, self.model.plan.operators) != (plan.assignment, plan.operators):
-            self.model.set_plan(plan)
+            self.model.set_plan(plan, self.learned.get(variant))
+            self.learned.setdefault(variant, self.model.branches())
 
     def plan(self, variant: str) -> AttentionPlan:
         """The plan that a variant computes: transformers' own class is the base."""
