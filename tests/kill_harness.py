@@ -66,7 +66,8 @@ def run(model, out):
         selector="drop", budget=0.5, window=16, sinks=2, sink_positions="absolute", decode="window", unit="layer",
         prompts=2, length="760", text="calibration", seed=1, batch_tokens=1024, test_prompts=1, lengths="760",
         plan=None, scores=None, link=False, max_shard_size="5GB", dtype="auto", device_map=None,
-        trust_remote_code=False, dry_run=False, overwrite=True, linear=None, control=None, train=None, train_text=None,
+        trust_remote_code=False, dry_run=False, overwrite=True, beyond=False,
+        linear=None, control=None, train=None, train_text=None,
     )  # fmt: skip
 
 

@@ -296,3 +296,53 @@ def test_two_files_of_one_kind_are_refused(tmp_path, tokenizer):
     proof = Proof(qa=(str(tmp_path / "a.json"), str(tmp_path / "b.json")))
     with pytest.raises(hz.HybridizeError, match="at most one"):
         suite.measures(tokenizer, proof, lambda name, make: make())
+
+
+# -- beyond the base's context --------------------------------------------------------------------------------------
+
+
+def test_lengths_beyond_the_context(capsys, tmp_path):
+    """The base is measured as far as it was trained, re-based windows and a stretched base further; nothing is invented."""
+    folder = tmp_path / "short"
+    make_base("llama", max_position_embeddings=640).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    asked = {
+        "model": str(folder),
+        "match_at": 600,
+        "select": {"budget": 0.34, "window": 16, "sinks": 2},
+        "prove": {"lengths": [600, 900], "prompts": 2, "perplexity_windows": 0, "beyond": True},
+        "entries": [
+            "streaming",
+            {"source": "base", "rope": {"rope_type": "yarn", "factor": 2}},
+            {"source": "base", "rope": {"rope_type": "dynamic", "factor": 2}},
+        ],
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(asked))
+    code, out, err = run(capsys, "compare", tmp_path / "c.yaml", "--out", tmp_path / "out", "--json")
+    assert code == 0, err
+    rows = [row for row in json.loads(out)["rows"] if row["depth"] is None]
+    found = {name: {row["context"] for row in rows if row["selector"] == name} for name in {row["selector"] for row in rows}}
+    assert found == {"full": {600}, "streaming": {600, 900}, "base yarn x2": {600, 900}, "base dynamic x2": {600, 900}}
+    assert all(("difference" in row) == (row["context"] == 600) for row in rows if row["selector"] != "full")
+    dynamic = next(row for row in rows if row["selector"] == "base dynamic x2" and row["context"] == 600)
+    assert dynamic["difference"] == 0  # it is the base, up to its own context
+    asked["prove"]["beyond"] = False
+    (tmp_path / "d.yaml").write_text(yaml.safe_dump(asked))
+    code, _, err = run(capsys, "compare", tmp_path / "d.yaml", "--out", tmp_path / "no")
+    assert code == 2 and "length: got '900 tokens', expected at most 640" in err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("entry", "field"),
+    [
+        ("base", "compare.entries.rope"),
+        ({"source": "all-window", "rope": {"rope_type": "yarn", "factor": 2}}, "compare.entries.rope"),
+        ({"source": "base", "rope": {"rope_type": "xpos", "factor": 2}}, "rope"),
+        ({"source": "base", "rope": {"rope_type": "yarn", "factor": 0.5}}, "rope.factor"),
+        ({"source": "base", "rope": {"rope_type": "yarn"}}, "rope"),
+    ],
+)
+def test_bad_ropes(capsys, tmp_path, entry, field):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"model": "smollm2", "entries": [entry]}))
+    code, _, err = run(capsys, "compare", tmp_path / "c.yaml", "--out", tmp_path / "out")
+    assert code == 2 and f"error: {field}: got" in err, err

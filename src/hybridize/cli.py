@@ -51,6 +51,9 @@ Drift = Annotated[int, typer.Option(help="Tokens of a long generation, base agai
 Limit = Annotated[
     int | None, typer.Option(help="Only so many rows (views) of each set: the first, or spread over a folder's files.")
 ]
+Beyond = Annotated[
+    bool, typer.Option("--beyond", help="Lengths may exceed the base's context; plans that cannot reach are left out there.")
+]
 ScoresFile = Annotated[
     Path | None, typer.Option("--scores", help="A scores.json, or DuoAttention's .tsv of gates, to use instead of scoring.")
 ]
@@ -167,6 +170,7 @@ def convert(
     batch_tokens: BatchTokens = 1024,
     test_prompts: TestPrompts = 20,
     lengths: Lengths = "1024",
+    beyond: Beyond = False,
     plan: PlanFile = None,
     scores: ScoresFile = None,
     link: Annotated[bool, typer.Option("--link", help="Write plan and base name only, no copy of the weights.")] = False,
@@ -202,6 +206,7 @@ def evaluate(
     long: Long = None,
     drift: Drift = 0,
     limit: Limit = None,
+    beyond: Beyond = False,
     without: Annotated[list[str] | None, typer.Option(help="Also measure with this off: window, sinks; repeatable.")] = None,
     perplexity_windows: Annotated[int, typer.Option(help="Stretches for perplexity by position; 0: none.")] = 4,
     text: Annotated[str, typer.Option(help="Text of haystacks and perplexity by position.")] = "evaluation",
@@ -241,6 +246,7 @@ def compare(
     long: Long = None,
     drift: Annotated[int | None, typer.Option(help="Tokens of a long generation.")] = None,
     limit: Limit = None,
+    beyond: Beyond = False,
     batch_tokens: Annotated[int | None, typer.Option(help="Padded tokens a batch.")] = None,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hybridize.entries import Comparison, Entry
+from hybridize.entries import BASE, Comparison, Entry
 from hybridize.errors import bad
 from hybridize.evaluation.cells import Cell, average, average_against
 from hybridize.evaluation.statistics import holm
@@ -31,7 +31,10 @@ from hybridize.workflows import Report, compute_scores, hybrid_of, measure, pair
 
 @dataclass
 class Candidate:
-    """An entry with its plan: run on the base's weights, or on those of `folder`. Cost None: not known."""
+    """An entry with its plan: run on the base's weights (under another `rope`), or on those of `folder`.
+
+    A cost of None: not known.
+    """
 
     name: str
     source: str
@@ -40,6 +43,7 @@ class Candidate:
     tokens: int | None = None
     seconds: float | None = None
     without: tuple[str, ...] = ()
+    rope: dict[str, Any] | None = None
 
     @property
     def component(self) -> str:
@@ -88,6 +92,8 @@ def _candidate(
         seconds = sum(value for name, value in run.seconds.items() if name.startswith(step))
         plan = matched_plan(scores, match, at, cheap, {"method": "nll", "selector": source, "unit": scores.unit})
         return Candidate(entry.name, source, plan, tokens=ask.tokens, seconds=seconds)
+    if source == BASE:
+        return Candidate(entry.name, source, base, tokens=0, seconds=0.0, rope=entry.rope)
     if source in BASELINES:
         return Candidate(entry.name, source, baseline_plan(source, match, at, asked.ask.sinks), tokens=0, seconds=0.0)
     path = Path(source)
@@ -136,9 +142,13 @@ def compare(
     base: list[Cell] | None = None
     for i, each in enumerate(everyone):
         own = model
+        plan = each.plan
         if each.folder is not None:
             own = hybrid_of(load_model(each.folder, options))
-        with own.temporary_plan(each.plan):
+        elif each.rope is not None:
+            own = hybrid_of(load_model(asked.model, {**options, "rope": each.rope}))
+            plan = own.plan
+        with own.temporary_plan(plan):
             cells = measure(run, measures, each.name, own, report, i, len(everyone))
         if own is not model:
             del own
@@ -162,7 +172,8 @@ def candidate_rows(
         row["p_holm"] = p
     for name, group in averaged(cells).items():
         made = average(group, name[0])
-        rows.append(head | made | (average_against(group, [theirs[c.key] for c in group]) if theirs else {}))
+        known = all(cell.key in theirs for cell in group)
+        rows.append(head | made | (average_against(group, [theirs[c.key] for c in group]) if known else {}))
     return rows
 
 

@@ -32,7 +32,7 @@ METHODS = {"nll": nll.DEFAULTS, "igal": igal.DEFAULTS}
 def convert(terminal: Terminal, model: str, out: Path, method: str, **options: Any) -> None:
     """Score, plan, train where the method does, prove, save."""
     ask, recipe = asked_of(method, options)
-    proof = Proof(options["test_prompts"], lengths_of(options["lengths"]))
+    proof = Proof(options["test_prompts"], lengths_of(options["lengths"]), beyond=options["beyond"])
     given = Scores.load(options["scores"]) if options["scores"] is not None else None
     fixed = AttentionPlan.load(options["plan"]) if options["plan"] is not None else None
     if options["dry_run"]:

@@ -12,10 +12,13 @@ import yaml
 
 from hybridize.errors import HybridizeError, bad
 from hybridize.evaluation.suite import Proof
+from hybridize.loading import check_rope
 from hybridize.methods.baselines import BASELINES
 from hybridize.options import lengths_of, ruler_tasks
 from hybridize.scoring.scorers import SCORERS
 from hybridize.workflows import CONTEXTS, Selection
+
+BASE = "base"
 
 
 @dataclass(frozen=True)
@@ -24,16 +27,19 @@ class Entry:
 
     Args:
         source: a control ("periodic-0", "random-1", "all-window"), a selector ("drop", "duo", ...), a baseline ("streaming",
-            "snapkv"), a plan.json, a scores.json, DuoAttention's .tsv, or a folder that `convert` or another verb wrote.
+            "snapkv"), a plan.json, a scores.json, DuoAttention's .tsv, a folder that `convert` or another verb wrote, or
+            "base" under another `rope`.
         name: how it is called; default the source, or its file's name.
         select: fields of Selection that differ for it (prompts, length, unit, seed, text).
-        without: components switched off ("window", "sinks").
+        without: components switched off ("window", "sinks", "linear").
+        rope: {"rope_type": "yarn", "linear" or "dynamic", "factor": times the base's context}, for source "base".
     """
 
     source: str
     name: str
     select: dict[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
+    rope: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,13 +129,17 @@ def make_comparison(
 
 def entry_of(source: str, folder: Path = Path(), **more: Any) -> Entry:
     """An entry by its source alone; paths are taken from `folder`."""
-    words = source in SCORERS or source in BASELINES or source == "all-window" or source.startswith(("periodic-", "random-"))
+    words = source in (*SCORERS, *BASELINES, BASE, "all-window") or source.startswith(("periodic-", "random-"))
     where = source if words or Path(source).is_absolute() else str(folder / source)
     path = Path(where)
     if not words and not path.exists():
         raise bad(
             "compare.entries", source, f"periodic-N, random-N, all-window, one of {SCORERS + BASELINES}, or an existing path"
         )
+    if (source == BASE) != (more.get("rope") is not None):
+        raise bad("compare.entries.rope", more.get("rope"), "a RoPE scaling with source 'base', and with no other source")
+    if more.get("rope") is not None:
+        check_rope(more["rope"])
     own = path.parent.name if path.name in ("plan.json", "scores.json") else path.stem
     return Entry(where, **{"name": source if words else own, **more})
 
@@ -139,13 +149,16 @@ def _entry(data: Any, folder: Path) -> Entry:
         return entry_of(data, folder)
     if not isinstance(data, dict) or not isinstance(data.get("source"), str):
         raise bad("compare.entries", data, "a word, a path, or a mapping with 'source'")
-    known = {"source", "name", "select", "without"}
+    known = {"source", "name", "select", "without", "rope"}
     if unknown := sorted(set(data) - known):
         raise bad(f"compare.entries.{unknown[0]}", data[unknown[0]], f"one of the fields {sorted(known)}")
     without = data.get("without") or ()
     without = (without,) if isinstance(without, str) else tuple(without)
-    made = entry_of(data["source"], folder, select=_fields(data.get("select") or {}, Selection, "select"), without=without)
-    name = data.get("name") or " ".join([made.name, *(f"without {part}" for part in without)])
+    rope = data.get("rope")
+    more = {"select": _fields(data.get("select") or {}, Selection, "select"), "without": without, "rope": rope}
+    made = entry_of(data["source"], folder, **more)
+    suffix = [] if rope is None else [f"{rope['rope_type']} x{rope['factor']:g}"]
+    name = data.get("name") or " ".join([made.name, *suffix, *(f"without {part}" for part in without)])
     return replace(made, name=str(name))
 
 

@@ -34,10 +34,17 @@ def geometry_of(config: PreTrainedConfig) -> Geometry:
         heads=heads,
         kv_heads=config.num_key_value_heads or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        context=config.max_position_embeddings,
+        context=_context(config),
         windows=tuple(_base_windows(config)),
         identity=digest,
     )
+
+
+def _context(config: PreTrainedConfig) -> int:
+    rope = getattr(config, "rope_parameters", None) or {}
+    # dynamic NTK keeps the trained length in the config, and stretches it by itself
+    factor = rope.get("factor", 1.0) if rope.get("rope_type") == "dynamic" else 1.0
+    return int(config.max_position_embeddings * factor)
 
 
 def _base_windows(config: PreTrainedConfig) -> list[int | None]:

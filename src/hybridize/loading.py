@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from hybridize.errors import HybridizeError, bad
 from hybridize.families import HYBRID_TYPES, family_of
 
 DEFAULT = "smollm2"
+ROPES = ("yarn", "linear", "dynamic")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -47,12 +50,20 @@ def default_gguf() -> Path:
     return files[0]
 
 
-def load(source: str, *, dtype: str = "auto", device_map: str | None = None, trust_remote_code: bool = False) -> Loaded:
+def load(
+    source: str,
+    *,
+    dtype: str = "auto",
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+    rope: Mapping[str, Any] | None = None,
+) -> Loaded:
     """Load `source`: "smollm2" (embedded default), a .gguf file, a local folder, or a hub id.
 
     Args:
         dtype: "auto" (the checkpoint's; bfloat16 for GGUF), "float32", "bfloat16" or "float16".
         device_map: as transformers takes it ("auto", "cuda", "cpu"); None: CPU.
+        rope: scaling for contexts beyond the trained one, {"rope_type": one of ROPES, "factor"}.
 
     Raises:
         HybridizeError: nothing there, an unsupported family, corrupted weights, or a device that is not there.
@@ -64,13 +75,14 @@ def load(source: str, *, dtype: str = "auto", device_map: str | None = None, tru
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
     try:
         if source == DEFAULT or source.endswith(".gguf"):
-            return _load_gguf(default_gguf() if source == DEFAULT else Path(source), source, wanted, device_map)
+            return _load_gguf(default_gguf() if source == DEFAULT else Path(source), source, wanted, device_map, rope)
         if Path(source).exists() and not (Path(source) / "config.json").is_file():
             raise bad("model", source, "a folder with a config.json, a .gguf file, or a hub id")
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         family_of(config.model_type)
+        config = config if rope is None else stretched(config, rope)
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=wanted, device_map=device_map, trust_remote_code=trust_remote_code
+            source, config=config, dtype=wanted, device_map=device_map, trust_remote_code=trust_remote_code
         )
         return Loaded(model.eval(), AutoTokenizer.from_pretrained(source), source)
     except HybridizeError:
@@ -81,7 +93,37 @@ def load(source: str, *, dtype: str = "auto", device_map: str | None = None, tru
         raise HybridizeError(f"model: could not load {source!r}: {error}") from error
 
 
-def _load_gguf(path: Path, source: str, dtype: Any, device_map: str | None) -> Loaded:
+def check_rope(rope: Any) -> None:
+    """Refuse what `stretched` could not read.
+
+    Raises:
+        HybridizeError: an unknown type, or a factor that is not above 1.
+    """
+    if not isinstance(rope, Mapping) or set(rope) != {"rope_type", "factor"} or rope["rope_type"] not in ROPES:
+        raise bad("rope", rope, f"a mapping of rope_type (one of {ROPES}) and factor")
+    if not isinstance(rope["factor"], (int, float)) or isinstance(rope["factor"], bool) or rope["factor"] <= 1:
+        raise bad("rope.factor", rope["factor"], "a number above 1")
+
+
+def stretched(config: Any, rope: Mapping[str, Any]) -> Any:
+    """A copy of a config whose RoPE reaches `factor` times as far: YaRN, linear interpolation or dynamic NTK, untrained.
+
+    Raises:
+        HybridizeError: the config's RoPE is scaled already.
+    """
+    check_rope(rope)
+    made = copy.deepcopy(config)
+    before = dict(made.rope_parameters or {})
+    if before.get("rope_type", "default") != "default":
+        raise bad("rope", before["rope_type"], "a base whose RoPE is not scaled already")
+    made.rope_parameters = {**before, **rope}
+    if rope["rope_type"] != "dynamic":  # dynamic NTK reads the trained length here, and scales by itself
+        made.rope_parameters["original_max_position_embeddings"] = made.max_position_embeddings
+        made.max_position_embeddings = int(made.max_position_embeddings * rope["factor"])
+    return made
+
+
+def _load_gguf(path: Path, source: str, dtype: Any, device_map: str | None, rope: Mapping[str, Any] | None = None) -> Loaded:
     if not path.is_file():
         raise bad("model", str(path), "an existing .gguf file")
     try:
@@ -91,7 +133,7 @@ def _load_gguf(path: Path, source: str, dtype: Any, device_map: str | None) -> L
     dtype = torch.bfloat16 if dtype == "auto" else dtype
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     packed = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
-    model = _plain(packed).to(device_map if device_map not in (None, "auto") else _best_device(device_map))
+    model = _plain(packed, rope).to(device_map if device_map not in (None, "auto") else _best_device(device_map))
     _fix_chat_tokens(model, tokenizer)
     model.config._name_or_path = source
     return Loaded(model.eval(), tokenizer, source)
@@ -101,16 +143,17 @@ def _best_device(device_map: str | None) -> str:
     return "cuda" if device_map == "auto" and torch.cuda.is_available() else "cpu"
 
 
-def _plain(packed: PreTrainedModel) -> PreTrainedModel:
+def _plain(packed: PreTrainedModel, rope: Mapping[str, Any] | None) -> PreTrainedModel:
     # a model read from GGUF counts as quantized, so saving and training refuse it: the same weights in a plain one
     config = packed.config
     family_of(config.model_type)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    config = config if rope is None else stretched(config, rope)
     with torch.device("meta"):
         model = type(packed)(config)
     model.load_state_dict(packed.state_dict(), assign=True)
-    model.model.rotary_emb = packed.model.rotary_emb
+    model.model.rotary_emb = type(packed.model.rotary_emb)(config)
     model.tie_weights()
     model.generation_config = packed.generation_config
     return model

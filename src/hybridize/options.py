@@ -47,6 +47,8 @@ def proof_of(options: dict[str, Any]) -> dict[str, Any]:
     for name in ("qa", "choice", "perplexity", "long"):
         if options.get(name):
             asked[name] = tuple(options[name])
+    if options.get("beyond"):
+        asked["beyond"] = True
     if options.get("lengths") is not None:
         asked["lengths"] = lengths_of(options["lengths"])
     if options.get("kinds") is not None:
@@ -84,6 +86,7 @@ def load_model(model: str, options: dict[str, Any]) -> Loaded:
         dtype=options["dtype"],
         device_map=options["device_map"],
         trust_remote_code=options["trust_remote_code"],
+        rope=options.get("rope"),
     )
 
 

@@ -235,13 +235,18 @@ class AttentionPlan:
             HybridizeError: some operator's distance exceeds the trained context.
         """
         for spec in self.specs():
-            if spec.longest_distance(context) > self.geometry.context:
+            if not self.reaches(context, spec):
                 raise bad(
                     field_name,
                     f"{context} tokens",
                     f"at most {self.geometry.context}, the trained context of the base ({spec.label()} attention meets "
                     "larger RoPE distances; a plan of re-based windows alone has no such limit)",
                 )
+
+    def reaches(self, context: int, spec: OperatorSpec | None = None) -> bool:
+        """Whether all operators (or one) meet only RoPE distances at `context` tokens that the base was trained on."""
+        specs = self.specs() if spec is None else [spec]
+        return all(each.longest_distance(context) <= self.geometry.context for each in specs)
 
     def _flops(self, pairs: Any, tokens: int) -> int:
         d, size = self.geometry.head_dim, self.geometry.group_size

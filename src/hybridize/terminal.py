@@ -64,7 +64,10 @@ class Terminal:
             mine = [row for row in rows if row["selector"] == selector]
             cells = [selector, str(mine[0]["kept"])]
             for length in lengths:
-                cell = next(r for r in mine if r["task"] == "needle" and r["context"] == length and r["depth"] is None)
+                found = (r for r in mine if r["task"] == "needle" and r["context"] == length and r["depth"] is None)
+                if (cell := next(found, None)) is None:
+                    cells.append("–")
+                    continue
                 between = " " if len(lengths) == 1 else "\n"  # several lengths: the interval goes below, so that they fit
                 cells.append(f"{cell['score']:.2f}{between}({cell['low']:.2f}–{cell['high']:.2f})")
             whole = [r for r in mine if r["task"] == "perplexity" and r["positions"] == [0, r["context"]]]

@@ -15,7 +15,7 @@ from hybridize.conversion import convert
 from hybridize.data.needles import Prompt, needle_prompts
 from hybridize.data.text import load_text
 from hybridize.evaluation.cells import Cell, against, merged
-from hybridize.evaluation.suite import Measure, Proof, measures
+from hybridize.evaluation.suite import DRIFT_PROMPT, Measure, Proof, measures
 from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded
 from hybridize.methods.igal import igal_plan, needs_scores
@@ -27,7 +27,6 @@ from hybridize.runs import RunFolder
 from hybridize.scores import Scores
 from hybridize.scoring.scorers import kinds_of, score, unit_of
 
-DRIFT_PROMPT = 512  # tokens before a long generation, about
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 Report = Callable[[str, float, int], None]  # (what, done, of)
 
@@ -176,7 +175,9 @@ def prove(
 
 
 def check_lengths(plan: AttentionPlan, proof: Proof) -> None:
-    """Refuse lengths at which the plan would meet RoPE distances that the base never saw."""
+    """Refuse lengths at which the plan would meet RoPE distances that the base never saw, unless they may be left out."""
+    if proof.beyond and plan.reaches(min(proof.lengths)):
+        return
     plan.check_context(max(proof.lengths), "length")
     plan.check_context(proof.view or 1, "view")
     plan.check_context(proof.drift + DRIFT_PROMPT if proof.drift else 1, "drift")
@@ -185,7 +186,11 @@ def check_lengths(plan: AttentionPlan, proof: Proof) -> None:
 def measure(
     run: RunFolder, asked: Sequence[Measure], name: str, model: Any, report: Report = silent, nth: int = 0, of: int = 1
 ) -> list[Cell]:
-    """Cells of one plan, the model running it; a step a measure. The plan is number `nth` of `of`, for the progress bars."""
+    """Cells of one plan, the model running it; a step a measure. The plan is number `nth` of `of`, for the progress bars.
+
+    Measures beyond what the plan was trained to see are left out.
+    """
+    asked = [each for each in asked if model.plan.reaches(each.reach)]
     size = {m.phase: sum(x.phase == m.phase for x in asked) for m in asked}
     done = {phase: nth * count for phase, count in size.items()}
     cells: list[Cell] = []
@@ -208,7 +213,7 @@ def _cells(each: Measure, model: Any, tick: Callable[[int, int], None]) -> list[
 def paired_rows(head: dict[str, Any], cells: Sequence[Cell], base: Sequence[Cell] | None) -> list[dict[str, Any]]:
     """A row a cell behind `head`, with its paired difference from the base's cells where those are given."""
     found = {cell.key: cell for cell in base or ()}
-    return [head | cell.row() | (against(cell, found[cell.key]) if found else {}) for cell in cells]
+    return [head | cell.row() | (against(cell, found[cell.key]) if cell.key in found else {}) for cell in cells]
 
 
 def plan_head(name: str, plan: AttentionPlan, seed: int, context: int) -> dict[str, Any]:

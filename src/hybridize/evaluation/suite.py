@@ -26,6 +26,7 @@ from hybridize.evaluation.perplexity import position_cells, sliding_cell
 from hybridize.evaluation.retrieval import retrieval_cells, retrieval_hits
 from hybridize.evaluation.ruler import ruler_answers, ruler_cells
 
+DRIFT_PROMPT = 512  # tokens before a long generation, about
 CHOICE_TOKENS = 32768  # many short rows: logits over the vocabulary, not keys, are what fills the memory
 Tick = Callable[[int, int], None]  # done, of
 Store = Callable[[str, Callable[[], Any]], Any]  # RunFolder.step: a named result, made once
@@ -46,6 +47,7 @@ class Proof:
             (default the shortest length); limit: views of each.
         long: LongBench or LongMemEval files, read up to the longest length.
         drift: tokens of a long generation (0: none), `drift_prompts` of each kind.
+        beyond: lengths may exceed what some plan was trained to see; such a plan is not measured there (else: refused).
     """
 
     prompts: int = 20
@@ -66,6 +68,7 @@ class Proof:
     drift: int = 0
     drift_prompts: int = 8
     limit: int | None = None
+    beyond: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("prompts", 1), ("perplexity_windows", 0), ("batch_tokens", 1), ("drift", 0), ("drift_prompts", 1)):
@@ -97,6 +100,7 @@ class Measure:
         name: of its step. phase: of the progress bar.
         tokens: read in prefills, at most. steps: decoded one by one (a batch counts once).
         run: (model, tick) to cells; a cell may go on in the next measure.
+        reach: tokens of context that it needs.
     """
 
     name: str
@@ -104,6 +108,7 @@ class Measure:
     tokens: int
     steps: int
     run: Callable[[Any, Tick], list[Cell]]
+    reach: int = 0
 
 
 def measures(tokenizer: Any, proof: Proof, store: Store) -> list[Measure]:
@@ -132,7 +137,7 @@ def _needles(tokenizer: Any, proof: Proof, text: Callable[[], str]) -> list[Meas
         return retrieval_cells(made(length), hits)
 
     lengths = proof.lengths if proof.kinds else ()
-    return [Measure(f"needle-{n}", "retrieval", n * proof.prompts, 0, partial(run, n)) for n in lengths]
+    return [Measure(f"needle-{n}", "retrieval", n * proof.prompts, 0, partial(run, n), n) for n in lengths]
 
 
 def _ruler(tokenizer: Any, proof: Proof, text: Callable[[], str]) -> list[Measure]:
@@ -162,7 +167,7 @@ def _ruler(tokenizer: Any, proof: Proof, text: Callable[[], str]) -> list[Measur
             last = min(first + rows, count)
             room = max(task.new_tokens for _, task, _ in tasks[first // proof.prompts : (last - 1) // proof.prompts + 1])
             made_of = partial(run, length, first, last)
-            found.append(Measure(f"ruler-{length}-{first}", "ruler", length * (last - first), room, made_of))
+            found.append(Measure(f"ruler-{length}-{first}", "ruler", length * (last - first), room, made_of, length))
     return found
 
 
@@ -197,7 +202,7 @@ def _perplexities(tokenizer: Any, proof: Proof, text: Callable[[], str]) -> list
             return position_cells(model, tokenizer, [text()], **how)
 
         tokens = shortest * proof.perplexity_windows
-        found.append(Measure(f"perplexity-{shortest}", "perplexity", tokens, 0, by_position))
+        found.append(Measure(f"perplexity-{shortest}", "perplexity", tokens, 0, by_position, shortest))
     for file in proof.perplexity:
         documents, view = load_text(file), proof.view or shortest
 
@@ -207,7 +212,7 @@ def _perplexities(tokenizer: Any, proof: Proof, text: Callable[[], str]) -> list
 
         stride = proof.stride or max(1, view // 2)
         views = min(proof.limit or 10**9, max(1, sum(map(len, documents)) // 4 // stride))
-        found.append(Measure(f"sliding-{Path(file).stem}", "perplexity", views * view, 0, sliding))
+        found.append(Measure(f"sliding-{Path(file).stem}", "perplexity", views * view, 0, sliding, view))
     return found
 
 
@@ -219,7 +224,7 @@ def _long(tokenizer: Any, proof: Proof, file: str) -> Measure:
 
     rows = max(1, proof.batch_tokens // limit)
     steps = -(-len(items) // rows) * max(item.new_tokens for item in items)
-    return Measure(f"long-{Path(file).stem}", "long texts", limit * len(items), steps, run)
+    return Measure(f"long-{Path(file).stem}", "long texts", limit * len(items), steps, run, limit)
 
 
 def _drift(tokenizer: Any, proof: Proof, text: Callable[[], str], store: Store) -> list[Measure]:
@@ -243,6 +248,6 @@ def _drift(tokenizer: Any, proof: Proof, text: Callable[[], str], store: Store) 
     kinds = lengths if proof.drift else {}
     rows = proof.drift_prompts
     return [
-        Measure(f"drift-{kind}", "drift", rows * n, n if kind == "chain" else 0, partial(run, kind))
+        Measure(f"drift-{kind}", "drift", rows * n, n if kind == "chain" else 0, partial(run, kind), DRIFT_PROMPT + n)
         for kind, n in kinds.items()
     ]

@@ -79,7 +79,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     for selector in dict.fromkeys(row["selector"] for row in needles):
         mine = {row["context"]: row for row in needles if row["selector"] == selector}
-        cells = [f"{mine[n]['score']:.2f} ({mine[n]['low']:.2f}–{mine[n]['high']:.2f})" for n in lengths]
-        costs = [f"{100 * mine[lengths[0]][key]:.0f} %" for key in ("cache_ratio", "prefill_ratio", "decode_ratio")]
+        cells = [f"{mine[n]['score']:.2f} ({mine[n]['low']:.2f}–{mine[n]['high']:.2f})" if n in mine else "–" for n in lengths]
+        first = next(iter(mine.values()))
+        costs = [f"{100 * first[key]:.0f} %" for key in ("cache_ratio", "prefill_ratio", "decode_ratio")]
         lines.append(f"| {selector} | {' | '.join([*cells, *costs])} |")
     return "\n".join(lines)
