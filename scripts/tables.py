@@ -248,6 +248,17 @@ def compared(data):
     return table(heads, body)
 
 
+def cache_igal(data):
+    body = []
+    for r in data["rows"]:
+        assert r["bytes"] == r["formula"] and r["base_bytes"] == r["base_formula"], r
+        held = f"{r['bytes'] / 2**20:.1f} MiB of {r['base_bytes'] / 2**30:.1f} GiB"
+        body.append(
+            [r["variant"], str(r["features"]), f"{r['window']} + 4", f"{r['context']:,}", held, f"{r['smaller']:.0f} x"]
+        )
+    return table(["groups", "features", "window + sinks", "tokens", "cache held", "smaller"], body)
+
+
 TABLES = {
     "docs/evaluation.md": {
         "agreement": (agreement, "lm_eval_agreement"),
@@ -258,6 +269,7 @@ TABLES = {
         "batches-h200": (batches, "batch_agreement_h200"),
         "drift": (drift, "drift_smollm2"),
     },
+    "docs/igal.md": {"cache-igal": (cache_igal, "cache_igal")},
     "docs/nll.md": {
         "nll-main": (nll_main, "nll_smollm2"),
         "nll-explore": (nll_explore, "nll_smollm2"),

@@ -339,7 +339,9 @@ def test_igal(capsys, base, tmp_path, monkeypatch):
     assert not (out / "training").exists()
 
 
-@pytest.mark.parametrize("control", ["all-window", "all-linear", "lowest", "important-full", "random-groups-1"])
+@pytest.mark.parametrize(
+    "control", ["all-window", "all-linear", "lowest", "important-full", "random-groups-1", "important-wide", "all-wide"]
+)
 def test_igal_controls(capsys, base, tmp_path, control):
     scores = tmp_path / "scores.json"
     hz.Scores("head", torch.rand(2, 3, 6).numpy(), {"scorer": "echo"}).save(scores)
@@ -359,7 +361,13 @@ def test_igal_controls(capsys, base, tmp_path, control):
     code, out, err = run(capsys, *words)
     assert code == 0, err
     plan = hz.AttentionPlan.from_dict(json.loads(out)["plan"])
-    counts = {"all-window": (0, 0), "all-linear": (9, 0), "important-full": (0, 3)}
+    counts = {
+        "all-window": (0, 0),
+        "important-wide": (0, 0),
+        "all-wide": (0, 0),
+        "all-linear": (9, 0),
+        "important-full": (0, 3),
+    }
     assert (sum(name == "linear" for row in plan.assignment for name in row), len(plan.kept_groups)) == counts.get(
         control, (3, 0)
     )
@@ -368,6 +376,12 @@ def test_igal_controls(capsys, base, tmp_path, control):
         assert not set(top) & set(plan.far_groups)
     if control == "important-full":
         assert plan.kept_groups == top
+    if "wide" in control:  # the bytes of the method's plan, less than a token for each group
+        linear = hz.AttentionPlan.from_groups(
+            plan.geometry, top, hz.Window(16, 4, "rebased"), kept=hz.Linear(dim=4, window=16)
+        )
+        spare = linear.cache_bytes(4096) - plan.cache_bytes(4096)
+        assert 0 <= spare < 9 * 4 * 16 and plan.cache_bytes(4096) == plan.cache_bytes(2048)
 
 
 @pytest.mark.parametrize(

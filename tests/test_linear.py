@@ -155,6 +155,8 @@ def test_state_survives_16k_tokens(spec):
         ("sinks", {"window": 0}),
         ("sink_positions", {"sink_positions": "far"}),
         ("features", {"features": "hedgehog"}),
+        ("mix", {"mix": "third"}),
+        ("mix", {"mix": "half", "window": 0, "sinks": 0}),
     ],
 )
 def test_bad_specs_name_the_field(field, options):

@@ -157,7 +157,7 @@ def convert(
         str | None, typer.Option(help="igal: linear attention, KEY=VALUE,..., as degree=2,dim=32,rule=delta,rope=false.")
     ] = None,
     control: Annotated[
-        str | None, typer.Option(help="igal: all-window, all-linear, lowest, important-full, random-groups-SEED instead.")
+        str | None, typer.Option(help="igal: another plan, trained the same (docs/igal.md): all-window, lowest, ...")
     ] = None,
     train: Annotated[
         str | None, typer.Option(help="igal: training, KEY=VALUE,..., as steps=200,rows=24,length=1024,trains=lora.")
@@ -207,7 +207,9 @@ def evaluate(
     drift: Drift = 0,
     limit: Limit = None,
     beyond: Beyond = False,
-    without: Annotated[list[str] | None, typer.Option(help="Also measure with this off: window, sinks; repeatable.")] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(help="Also measure with this off: window, sinks, linear; repeatable.")
+    ] = None,
     perplexity_windows: Annotated[int, typer.Option(help="Stretches for perplexity by position; 0: none.")] = 4,
     text: Annotated[str, typer.Option(help="Text of haystacks and perplexity by position.")] = "evaluation",
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 2,

@@ -120,14 +120,15 @@ class AttentionPlan:
         for layer, group in chosen:
             if not (0 <= layer < geometry.layers and 0 <= group < geometry.kv_heads):
                 raise bad("keep", (layer, group), f"layer < {geometry.layers} and group < {geometry.kv_heads}")
+        name = "" if kept is None else kept.kind if kept.kind != cheap.kind else f"wide_{kept.kind}"
         rows = tuple(
             tuple(
-                cheap.kind if (i, j) not in chosen else base.assignment[i][j] if kept is None else kept.kind
+                cheap.kind if (i, j) not in chosen else base.assignment[i][j] if kept is None else name
                 for j in range(geometry.kv_heads)
             )
             for i in range(geometry.layers)
         )
-        more = {} if kept is None else {kept.kind: kept}
+        more = {} if kept is None else {name: kept}
         return cls(geometry, {**base.operators, cheap.kind: cheap, **more}, rows, provenance or {})
 
     @classmethod

@@ -2,7 +2,8 @@
 
     out = window(q, k, v) + gate * read(S, phi(q))
 
-gate starts at 0, so a conversion begins exactly at its window; without a window it starts at 1. One state serves all query
+gate starts at 0, so a conversion begins exactly at its window; without a window, or where the mean of both is asked for, it
+starts at 1. One state serves all query
 heads of a group, since keys, write strengths and decays are the group's.
 """
 
@@ -64,7 +65,7 @@ class Branch(nn.Module):
         if self.spec.decay != "none":
             rate = torch.tensor(2.0).log() / HALF_LIFE * GATE_SCALE
             nn.init.constant_(self.decay_bias, float(-torch.log(torch.expm1(rate))))  # logsigmoid of it is -rate
-        nn.init.constant_(self.gate, 0.0 if self.spec.window else 1.0)
+        nn.init.constant_(self.gate, 0.0 if self.spec.window and self.spec.mix == "residual" else 1.0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Follow the model to its device, not to a narrower dtype."""
@@ -97,11 +98,12 @@ class LinearAttention(Operator):
         if self.near is None:
             return read.to(heads.q.dtype), {}
         near, aux = self.near(heads, None if state is None else state.near)
-        return near + read.to(near.dtype), aux
+        out = near + read.to(near.dtype)
+        return out / 2 if self.spec.mix == "half" else out, aux
 
     def shares_decode(self, state: State) -> bool:
         # a launch over static states rotates inside, so that rotated queries are nowhere else
-        return self.near is not None and not self.spec.rope
+        return self.near is not None and not self.spec.rope and self.spec.mix == "residual"
 
     def one_token(self, heads: Heads, state: State) -> OneToken:
         assert self.near is not None and isinstance(state, LinearState) and state.near is not None

@@ -26,6 +26,8 @@ class Linear(Spec):
             arXiv 2412.06464); "channel", from the key and for every feature (GLA, arXiv 2312.06635).
         rope: rotate queries and keys first; without, the state knows no distances.
         window, sinks, sink_positions: of the exact part, as in Window; window 0 with sinks 0: the state alone.
+        mix: "residual" adds to the window's answer the state's, times a gate that starts at 0; "half" is the mean of both, the
+            gate starting at 1 (Liger, arXiv 2503.01496).
 
     Raises:
         HybridizeError: a field is out of its range, or two do not go together.
@@ -40,6 +42,7 @@ class Linear(Spec):
     window: int = 64
     sinks: int = 4
     sink_positions: str = "rebased"
+    mix: str = "residual"
 
     kind: ClassVar[str] = "linear"
     code: ClassVar[str] = "L"
@@ -54,6 +57,9 @@ class Linear(Spec):
         check_integer("linear.window", self.window, 0)
         check_integer("linear.sinks", self.sinks, 0)
         check_choice("linear.sink_positions", self.sink_positions, ("absolute", "rebased"))
+        check_choice("linear.mix", self.mix, ("residual", "half"))
+        if self.mix == "half" and not self.window:
+            raise bad("linear.mix", self.mix, "'residual' where window is 0: there is nothing to mix with")
         if self.features == "hedgehog" and (self.degree, self.rule) != (1, "sum"):
             raise bad("linear.features", "hedgehog", "'power' with another degree than 1 or with rule='delta'")
         if self.decay == "channel" and (self.degree, self.rule) != (1, "sum"):
@@ -81,7 +87,7 @@ class Linear(Spec):
     @property
     def learned(self) -> tuple[Any, ...]:
         """What the shapes and the meaning of the learned parameters follow from."""
-        return self.features, self.degree, self.dim, self.rule, self.decay, self.rope
+        return self.features, self.degree, self.dim, self.rule, self.decay, self.rope, self.mix
 
     @property
     def rebased_distance(self) -> int | None:
@@ -109,7 +115,7 @@ class Linear(Spec):
         what = "Hedgehog" if self.features == "hedgehog" else f"degree {self.degree}"
         text = f"linear {what} of {self.dim}" + (", delta" if self.rule == "delta" else "")
         text += ("" if self.decay == "none" else f", {self.decay} decay") + (", RoPE" if self.rope else "")
-        return text + (f" + {self.near.label()}" if self.near else "")
+        return text + (f"{' / ' if self.mix == 'half' else ' + '}{self.near.label()}" if self.near else "")
 
     def without(self, component: str) -> Linear | Window | None:
         if component == "linear":
