@@ -1,6 +1,8 @@
 """Kill a run at every write, go on, and compare with a run that was never killed.
 
-    python tests/kill_harness.py MODEL WORK
+    python tests/kill_harness.py MODEL WORK [igal [EVERY]]
+
+igal: a run that trains, killed at every EVERY-th write only, since each takes seconds.
 
 Forks: the child patches the calls by which bytes reach their final name, and kills itself before the n-th of them.
 """
@@ -19,11 +21,12 @@ import torch
 
 torch.set_num_threads(1)
 
-from hybridize import converting, files, workflows  # noqa: E402  threads are set first
+from hybridize import adapting, converting, files, workflows  # noqa: E402  threads are set first
 from hybridize.data.text import bundled_text  # noqa: E402
 from hybridize.evaluation import suite  # noqa: E402
 from hybridize.terminal import Terminal  # noqa: E402
 
+METHOD = (sys.argv[3:] or ["nll"])[0]
 # what a run leaves that holds times, dates or the state of the checkout
 TIMED = {"log.txt", "metrics.json", "report.html", "where.json"}
 
@@ -60,14 +63,19 @@ def arm(kill_at):
     return seen
 
 
+TRAIN = "steps=4,rows=2,length=500,save_every=1,kinds=number,transfer_steps=2"
+
+
 def run(model, out):
+    igal = METHOD == "igal"
     converting.convert(
-        Terminal(as_json=True), model, Path(out), "nll",
-        selector="drop", budget=0.5, window=16, sinks=2, sink_positions="absolute", decode="window", unit="layer",
+        Terminal(as_json=True), model, Path(out), METHOD,
+        selector="echo" if igal else "drop", budget=0.5, window=16, sinks=2, sink_positions="absolute", decode="window",
+        unit="group" if igal else "layer",
         prompts=2, length="760", text="calibration", seed=1, batch_tokens=1024, test_prompts=1, lengths="760",
         plan=None, scores=None, link=False, max_shard_size="5GB", dtype="auto", device_map=None,
         trust_remote_code=False, dry_run=False, overwrite=True, beyond=False,
-        linear=None, control=None, train=None, train_text=None,
+        linear="dim=4" if igal else None, control=None, train=TRAIN if igal else None, train_text=None,
     )  # fmt: skip
 
 
@@ -96,9 +104,11 @@ def child(model, out, kill_at):
 
 
 def main():
-    model, work = sys.argv[1], Path(sys.argv[2])
+    model, work, every = sys.argv[1], Path(sys.argv[2]), int((sys.argv[4:] or [1])[0])
     short = bundled_text("calibration")[:3000]
-    workflows.load_text = suite.load_text = lambda *_: [short]  # the whole text would be tokenized again in every run
+    workflows.load_text = suite.load_text = adapting.load_text = lambda *_: [
+        short
+    ]  # the whole text would be tokenized again in every run
     _, writes = child(model, work / "unkilled", -1)
     expected = digest(work / "unkilled")
     assert "model.safetensors" in expected and "scores.json" in expected and "plan.json" in expected
@@ -106,7 +116,7 @@ def main():
     old.mkdir()
     (old / "keep.txt").write_text("what was here before")
     before = digest(old)
-    for kill_at in range(writes):
+    for kill_at in range(0, writes, every):
         out = work / "killed"
         shutil.copytree(old, out)
         killed, _ = child(model, out, kill_at)
@@ -116,7 +126,7 @@ def main():
         assert digest(out) == expected, f"write {kill_at}: the resumed run differs"
         assert not list(work.glob("killed.*")), f"write {kill_at}: {list(work.glob('killed.*'))} left behind"
         shutil.rmtree(out)
-    print(f"{writes} writes, killed at each, all as the unkilled run")
+    print(f"{writes} writes, killed at {len(range(0, writes, every))}, all as the unkilled run")
 
 
 if __name__ == "__main__":

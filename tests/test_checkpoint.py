@@ -314,3 +314,13 @@ def test_kill_at_every_write(base_folder, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)
     assert int(done.stdout.split()[0]) > 40
+
+
+@pytest.mark.timeout(600)
+def test_kill_in_training(base_folder, tmp_path):
+    """The same for a run that trains, at some of its writes: scores, checkpoints, what was trained, the model."""
+    script = Path(__file__).with_name("kill_harness.py")
+    command = [sys.executable, str(script), str(base_folder), str(tmp_path), "igal", "17"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[0]) > 80

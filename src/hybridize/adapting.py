@@ -11,13 +11,11 @@ from hybridize.data.mixture import Mixture
 from hybridize.data.text import load_text
 from hybridize.loading import Loaded
 from hybridize.plan import AttentionPlan
-from hybridize.runs import RunFolder
+from hybridize.runs import TRAINING, RunFolder
 from hybridize.training.recipe import Recipe
 from hybridize.training.stages import fine_tune, is_trained, transfer
 from hybridize.training.trainer import load_trained, save_trained
 from hybridize.workflows import Report, silent
-
-FOLDER = "training"  # in the run folder, while it is worked on
 
 
 def adapt(
@@ -40,7 +38,7 @@ def adapt(
     for name, steps, stage, trains in stages:
         if not steps:
             continue
-        file = run.path / FOLDER / f"{name}.safetensors"
+        file = run.path / TRAINING / f"{name}.safetensors"
         wanted = {n for n, _ in model.named_parameters() if is_trained(n, "attention" if trains == "lora" else trains)}
         if run.has(name):
             load_trained(model, file, wanted)
@@ -58,7 +56,7 @@ def adapt(
                 seed=recipe.seed,
             )
             tick = lambda done, of: report(name, done, of)  # noqa: E731
-            made = stage(model, rows, recipe, run.path / FOLDER / name, tick)
+            made = stage(model, rows, recipe, run.path / TRAINING / name, tick)
             save_trained(model, file, wanted)
             return made
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridize import checkpoint
-from hybridize.adapting import FOLDER, adapt
+from hybridize.adapting import adapt
 from hybridize.conversion import memory_estimate
 from hybridize.errors import bad
 from hybridize.evaluation.suite import Proof
@@ -80,7 +80,6 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
             else:
                 save_model(run, loaded, hybrid, scores, options["max_shard_size"])
     terminal.close()
-    shutil.rmtree(run.path / FOLDER, ignore_errors=True)
     spent = 0.0 if scores is given else sum(value for name, value in run.seconds.items() if name.startswith("score"))
     cost = {"tokens": 0 if scores is given else ask.tokens, "seconds": spent}
     for record in trained.values():

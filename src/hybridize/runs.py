@@ -17,6 +17,8 @@ from hybridize.files import check_format, check_output_folder, dump_json, read_j
 from hybridize.results import where
 
 FORMAT, FORMAT_VERSION = "hybridize-run", 1
+TRAINING = "training"  # checkpoints, and what a finished stage trained
+SCRATCH = ("steps", TRAINING)  # in this order: a step that is there can count on its files
 
 
 class RunFolder:
@@ -95,10 +97,11 @@ class RunFolder:
         return done["data"]
 
     def finish(self) -> Path:
-        """Drop the step files, sync everything, and rename the partial folder to `out`."""
+        """Drop step files and checkpoints, sync everything, and rename the partial folder to `out`."""
         self.begin()
         self.log("finished")
-        shutil.rmtree(self.path / "steps", ignore_errors=True)
+        for scratch in SCRATCH:
+            shutil.rmtree(self.path / scratch, ignore_errors=True)
         try:
             sync_tree(self.path)
             if self.out.is_dir() and not any(self.out.iterdir()):

@@ -224,7 +224,7 @@ def plan_head(name: str, plan: AttentionPlan, seed: int, context: int) -> dict[s
     head = quality_row(
         method="base" if plan.assignment == base.assignment else plan.provenance.get("method", "plan"),
         selector=name,
-        operators=",".join(spec.kind for spec in plan.specs()),
+        operators=",".join(dict.fromkeys(spec.kind for spec in plan.specs())),
         budget=len(plan.far_groups) / (plan.geometry.layers * plan.geometry.kv_heads),
         window=window.size if window else None,
         sinks=window.sinks if window else None,
