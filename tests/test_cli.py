@@ -327,6 +327,8 @@ def test_igal(capsys, base, tmp_path, monkeypatch):
     assert all(branch.gate.abs().max() > 0 for branches in model.branches() for branch in branches.values())
     metrics = json.loads((out / "metrics.json").read_text())
     assert {row["selector"] for row in metrics["rows"]} == {"full", "hybrid", "state off"}
+    assert {(r["selector"], r["component"], r["trained_tokens"]) for r in metrics["rows"]} == {
+        ("full", "all", 0), ("hybrid", "all", 3000), ("state off", "linear_off", 3000)}  # fmt: skip
     assert len(metrics["training"]["finetune"]["losses"]) == 2 and len(metrics["training"]["transfer"]["losses"]) == 1
     assert metrics["conversion"]["tokens"] == 2 * 760 + 3 * 2 * 500
     base_rows = [row for row in metrics["rows"] if row["selector"] == "full" and row["task"] == "needle"]

@@ -213,6 +213,9 @@ def test_state_off_is_the_window_alone(ids):
         with model.temporary_plan(model.plan.without("linear")):
             assert torch.equal(model(ids).logits, without)
         assert torch.equal(model(ids).logits, whole)  # what is learned comes back
+        with model.temporary_plan(make_plan(base, "linear_channel")):
+            assert not torch.allclose(model(ids).logits, whole)
+        assert torch.equal(model(ids).logits, whole)
         assert not torch.allclose(whole, without)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +14,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hybridize.cache import HybridCache
 from hybridize.errors import bad
 from hybridize.kernels.dispatch import kernels_for, prepare
+from hybridize.layout import HeadLayout
 from hybridize.operators.contract import Chunk, Heads, OneToken
 from hybridize.operators.linear import Branch, branches_of
 from hybridize.operators.registry import branches_for, build_operator
 from hybridize.plan import AttentionPlan
 
 Rotation = tuple[Tensor, Tensor]
-MIXED_PLAN_NEEDS = (
-    "whole weights on one device each: this plan mixes operators inside a layer, so rows are reordered in memory "
-    "(convert on the CPU and save; load that folder without disk offload)"
-)
 
 
 @dataclass
@@ -51,7 +47,7 @@ class LayerContext:
         )
 
 
-class HybridAttention(nn.Module):
+class HybridAttention(HeadLayout):
     """Runs one operator per span of groups.
 
     Heads of one operator are contiguous: rows of q, k, v and columns of o are permuted in memory, so spans are slices.
@@ -59,21 +55,15 @@ class HybridAttention(nn.Module):
     """
 
     def __init__(self, base: nn.Module, plan: AttentionPlan, layer: int) -> None:
-        super().__init__()
+        super().__init__(plan.geometry)
         self.layer = layer
-        self.head_dim = plan.geometry.head_dim
-        self.group_size = plan.geometry.group_size
         self.scaling = base.scaling
         self.attention_dropout = base.attention_dropout
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = base.q_proj, base.k_proj, base.v_proj, base.o_proj
         self.q_norm: nn.Module = base.q_norm if hasattr(base, "q_norm") else nn.Identity()
         self.k_norm: nn.Module = base.k_norm if hasattr(base, "k_norm") else nn.Identity()
-        self.group_order = tuple(range(plan.geometry.kv_heads))  # the order weights have in memory now
-        self.shares_weights = False  # with a base model that is in use itself (convert)
         self.operators = nn.ModuleList()
         self.use_plan(plan)
-        self.register_state_dict_post_hook(_to_base_layout)
-        self.register_load_state_dict_pre_hook(_from_base_layout)
 
     def use_plan(self, plan: AttentionPlan, branches: Mapping[int, Branch] | None = None) -> None:
         """Set the operators; weights keep their order until `permute`.
@@ -84,7 +74,7 @@ class HybridAttention(nn.Module):
         spans = plan.spans(self.layer)
         self.wanted_order = plan.group_order(self.layer)
         self.span_sizes = [len(groups) for _, groups in spans]
-        had = {**(branches or {}), **self.branches()}
+        had = {**self.branches(), **(branches or {})}
         operators = []
         with torch.device(self.device):
             for name, groups in spans:
@@ -112,54 +102,6 @@ class HybridAttention(nn.Module):
                 if device.type == "meta":
                     raise bad("device_map", "offloaded weights", "weights in memory: this plan adds parameters beside them")
                 branch.to_empty(device=device).reset_parameters()
-
-    @torch.no_grad()
-    def permute(self) -> None:
-        """Bring weights from their present order into the plan's.
-
-        Raises:
-            HybridizeError: weights that are offloaded, or shared with a base that is spread over devices.
-        """
-        if self.group_order == self.wanted_order:
-            return
-        index = [self.group_order.index(group) for group in self.wanted_order]
-        for name, dim, heads in self.head_axes():
-            module = getattr(self, name)
-            hooked = hasattr(module, "_hf_hook")
-            if any(p.is_meta for p in module.parameters()) or (hooked and self.shares_weights):
-                raise bad("device_map", "offloaded or split weights", MIXED_PLAN_NEEDS)
-            if self.shares_weights:
-                if list(module.children()):
-                    raise bad("plan", "another order of heads", "the plan set before adapters were attached")
-                # a new module over the same weights: the base that this one was adopted from keeps its own order
-                module = copy.copy(module)
-                module._parameters = {
-                    key: None if p is None else nn.Parameter(p, p.requires_grad) for key, p in module._parameters.items()
-                }
-                setattr(self, name, module)
-            for key, parameter in module.named_parameters():
-                if lies_on_heads(key, dim):
-                    parameter.data = select_heads(parameter.data, index, heads, self.head_dim, dim)
-        self.group_order = self.wanted_order
-        self.shares_weights = False
-
-    def head_axes(self) -> list[tuple[str, int, int]]:
-        """(projection, axis of its weight that heads lie on, heads a group has there)."""
-        return [("q_proj", 0, self.group_size), ("k_proj", 0, 1), ("v_proj", 0, 1), ("o_proj", 1, self.group_size)]
-
-    def base_layout(self, state_dict: dict[str, Tensor], prefix: str, back: bool) -> None:
-        """In place: this module's entries of a state dict from memory order to the base's (`back`), or the other way.
-
-        LoRA factors follow the weight they belong to, so adapters are saved and loaded in the base's layout too.
-        """
-        order = list(self.group_order)
-        if order == sorted(order):
-            return
-        index = [order.index(group) for group in range(len(order))] if back else order
-        for name, dim, heads in self.head_axes():
-            start = f"{prefix}{name}."
-            for key in [key for key in state_dict if key.startswith(start) and lies_on_heads(key[len(start) :], dim)]:
-                state_dict[key] = select_heads(state_dict[key], index, heads, self.head_dim, dim)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, dict[str, Tensor]]:
         """hidden [B, T, E] (normed input of the layer) to (output of o_proj [B, T, E], aux of the operators)."""
@@ -305,27 +247,6 @@ def rotated(q: Tensor, k: Tensor, rotation: Rotation) -> Rotation:
     """RoPE of q [B, H, T, D] and k [B, G, T, D]; the compiler of a traced graph needs no kernel for it."""
     kernels = None if torch.compiler.is_compiling() else kernels_for("rotary", q)
     return apply_rotary_pos_emb(q, k, *rotation) if kernels is None else kernels.rotate(q, k, *rotation)
-
-
-def select_heads(weight: Tensor, order: list[int], heads: int, head_dim: int, dim: int) -> Tensor:
-    """Reorder a weight's groups along `dim`, where each group takes `heads * head_dim` entries."""
-    index = torch.arange(weight.shape[dim], device=weight.device).view(len(order), heads * head_dim)[order]
-    return weight.index_select(dim, index.reshape(-1))
-
-
-def lies_on_heads(key: str, dim: int) -> bool:
-    """Whether a parameter of a projection, adapters included, has its heads along `dim` (0 for q, k, v; 1 for o)."""
-    if "lora_" in key:
-        return key.startswith("lora_B." if dim == 0 else "lora_A.")
-    return dim == 0 or key.endswith("weight")  # o_proj's bias belongs to no head
-
-
-def _to_base_layout(module: Any, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any) -> None:
-    module.base_layout(state_dict, prefix, back=True)
-
-
-def _from_base_layout(module: Any, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    module.base_layout(state_dict, prefix, back=False)
 
 
 class HybridDecoderLayer(GradientCheckpointingLayer):

@@ -79,12 +79,15 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
                 checkpoint.save_linked(chosen, model, run.path / "model", overwrite=True)
             else:
                 save_model(run, loaded, hybrid, scores, options["max_shard_size"])
+        for row in rows:
+            if row["method"] != "base":
+                row["trained_tokens"] = sum(record["tokens"] for record in trained.values())
     terminal.close()
     spent = 0.0 if scores is given else sum(value for name, value in run.seconds.items() if name.startswith("score"))
     cost = {"tokens": 0 if scores is given else ask.tokens, "seconds": spent}
     for record in trained.values():
         cost = {name: cost[name] + record[name] for name in cost}
-    facts = {"model": model, **({"trained": f"{cost['tokens']:,} tokens, {recipe}"} if recipe else {})}
+    facts = {"model": model, **({"trained": recipe.label()} if recipe else {})}
     write_run(run, f"{model} by {method}", chosen, scores, rows, seconds, facts, conversion=cost, training=trained)
     write_card(run.path / "README.md", base=model, plan=chosen, rows=rows, trained=bool(trained))
     _lift_model(run)

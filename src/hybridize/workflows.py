@@ -230,6 +230,7 @@ def plan_head(name: str, plan: AttentionPlan, seed: int, context: int) -> dict[s
         sinks=window.sinks if window else None,
         decode=window.decode if window else "full",
         seed=seed,
+        component=f"{plan.provenance['without']}_off" if "without" in plan.provenance else "all",
     )
     return head | {
         "kept": len(plan.kept_layers),

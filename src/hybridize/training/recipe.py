@@ -60,6 +60,12 @@ class Recipe:
         if self.micro and self.rows % self.micro:
             raise bad("train.micro", self.micro, f"a divisor of rows={self.rows}")
 
+    def label(self) -> str:
+        """What a person is told of it."""
+        before = f"transfer {self.transfer_steps} steps at {self.transfer_rate:g}, then " if self.transfer_steps else ""
+        what = f"{self.steps} steps of {self.rows} rows of {self.length} tokens, {100 * self.text_share:.0f} % text"
+        return f"{before}{what}; trains {self.trains} at {self.rate:g}, branches at {self.branch_rate:g}; seed {self.seed}"
+
     @property
     def tokens(self) -> int:
         """Tokens that all stages read."""
