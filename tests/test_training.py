@@ -215,6 +215,16 @@ def test_resume_is_exact(rows, tmp_path, trains):
         assert torch.equal(mine, theirs), name
 
 
+def test_resume_at_the_end_trains_nothing(rows, tmp_path):
+    """Stopped behind the last checkpoint, before anyone wrote down that it was done."""
+    recipe = replace(RECIPE, steps=2)
+    first, again = hybrid(), hybrid()
+    expected = stages.fine_tune(first, rows, recipe, tmp_path)
+    got = stages.fine_tune(again, rows, recipe, tmp_path)
+    assert got["losses"] == expected["losses"]
+    assert all(torch.equal(a, b) for a, b in zip(weights(first).values(), weights(again).values()))
+
+
 def test_micro_batches_and_checkpointing_change_nothing(rows, tmp_path):
     models = []
     for i, change in enumerate(({}, {"micro": 1}, {"checkpointing": True})):

@@ -118,8 +118,8 @@ class StageTrainer(Trainer):
         return SequentialSampler(self.train_dataset)  # rows are drawn already
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        assert self.started is not None
-        super().log({**logs, "seconds": self.seconds + time.perf_counter() - self.started}, start_time)
+        mine = 0.0 if self.started is None else time.perf_counter() - self.started  # resumed at its end: nothing to do
+        super().log({**logs, "seconds": self.seconds + mine}, start_time)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.started is None:
