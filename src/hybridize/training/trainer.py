@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hybridize.data.mixture import Mixture, Row
 from hybridize.errors import bad
@@ -80,7 +80,11 @@ def train(
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is the command's
     trainer.rates, trainer.rate_of = rates, rate_of
     found = last_whole(folder)
-    trainer.train(resume_from_checkpoint=str(found) if found else None)
+    if found is not None and found.name == f"checkpoint-{steps}":  # the Trainer would take one more step
+        load_trained(stage, found / TRAINED_FILE)
+        trainer.state = TrainerState.load_from_json(str(found / "trainer_state.json"))
+    else:
+        trainer.train(resume_from_checkpoint=str(found) if found else None)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     losses, seconds = [entry["loss"] for entry in history], history[-1]["seconds"] if history else 0.0
     return {"losses": losses, "seconds": seconds, "tokens": steps * recipe.rows * recipe.length}
@@ -118,8 +122,8 @@ class StageTrainer(Trainer):
         return SequentialSampler(self.train_dataset)  # rows are drawn already
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mine = 0.0 if self.started is None else time.perf_counter() - self.started  # resumed at its end: nothing to do
-        super().log({**logs, "seconds": self.seconds + mine}, start_time)
+        assert self.started is not None
+        super().log({**logs, "seconds": self.seconds + time.perf_counter() - self.started}, start_time)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.started is None:
