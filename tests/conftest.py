@@ -63,6 +63,7 @@ OPERATORS = {
     "linear_alone": hz.Linear("hedgehog", degree=1, dim=5, rule="sum", decay="token", rope=True, window=0, sinks=0),
     "linear_channel": hz.Linear(degree=1, dim=6, rule="sum", decay="channel", window=5, sinks=2, sink_positions="absolute"),
     "linear_half": hz.Linear(degree=4, dim=3, rule="sum", decay="head", window=6, sinks=1, mix="half"),
+    "linear_joint": hz.Linear(dim=4, rule="sum", rope=True, window=6, sinks=0, mix="joint"),
 }
 
 

@@ -157,6 +157,8 @@ def test_state_survives_16k_tokens(spec):
         ("features", {"features": "hedgehog"}),
         ("mix", {"mix": "third"}),
         ("mix", {"mix": "half", "window": 0, "sinks": 0}),
+        ("mix", {"mix": "joint"}),
+        ("mix", {"mix": "joint", "rule": "sum", "rope": True, "sinks": 4}),
     ],
 )
 def test_bad_specs_name_the_field(field, options):
@@ -264,3 +266,26 @@ def test_two_conversions_with_one_seed_are_one(ids):
         torch.manual_seed(3)
         states.append(hz.convert(make_base("llama"), make_plan(make_base("llama"), "linear")).state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_joint_is_the_definition(ids):
+    """Both parts written out with whole matrices, for one layer's heads."""
+    from hybridize.operators.contract import Chunk, Heads
+    from hybridize.operators.joint import JointAttention
+    from hybridize.operators.linear import Branch
+
+    torch.manual_seed(0)
+    spec = hz.Linear("hedgehog", 1, 5, "sum", rope=True, window=6, sinks=0, mix="joint")
+    operator = JointAttention(spec, {0: Branch(spec, 8, 2)})
+    q, k, v = torch.randn(2, 2, 40, 8), torch.randn(2, 1, 40, 8), torch.randn(2, 1, 40, 8)
+    none = lambda *_: None  # noqa: E731
+    heads = Heads(q, k, v, Chunk(torch.arange(40)[None], 0, None, None, 2), 0.3, 0.0, q, none, none, none)
+    out, _ = operator(heads, None)
+    fq, fk, _, write, _ = operator.inputs(heads)
+    far = (fq[:, 0] @ fk.transpose(-1, -2)) * write[:, :, None]
+    logits = q @ k.transpose(-1, -2) * 0.3
+    behind = torch.arange(40)[:, None] - torch.arange(40)
+    near = logits.masked_fill(~((behind >= 0) & (behind < 6)), float("-inf"))
+    near = 0.1 * (near - near.amax(-1, keepdim=True)).exp()
+    weights = near + far * (behind >= 6)
+    torch.testing.assert_close(out, (weights / weights.sum(-1, keepdim=True)) @ v, rtol=1e-4, atol=1e-5)

@@ -79,6 +79,21 @@ def banded_attention(
     return torch.cat(parts, dim=2)[:, :, :t]
 
 
+def banded_mass(q: Tensor, k: Tensor, positions: Tensor, size: int, scale: float) -> Tensor:
+    """sum of e^(s - largest s) over the window of each query, [B, H, T]; arguments as of banded_attention, P = size - 1."""
+    b, h, t, d = q.shape
+    g, block = k.shape[1], min(t, max(64, min(size // 2, 512)))
+    blocks = -(-t // block)
+    span, tail = block + size - 1, blocks * block - t
+    keys = F.pad(k, (0, 0, 0, tail)).unfold(2, span, block).transpose(-1, -2)  # [B, G, N, span, D]
+    rows = F.pad(q, (0, 0, 0, tail)).reshape(b, g, h // g, blocks, block, d)
+    logits = torch.einsum("bgrnqd,bgnkd->bgrnqk", rows, keys) * scale
+    visible = _visible(positions[:, :1], 0, blocks, block, span, size, 0)[:, None, None]
+    logits = logits.masked_fill(~visible, float("-inf"))
+    mass = (logits - logits.amax(-1, keepdim=True)).exp().sum(-1)
+    return mass.reshape(b, h, blocks * block)[:, :, :t]
+
+
 def _visible(starts: Tensor, first: int, last: int, block: int, span: int, size: int, sinks: int) -> Tensor:
     """[Bm, N, block, sinks + span]: sinks first, then the band; a sink inside the window counts once, as a sink."""
     device = starts.device

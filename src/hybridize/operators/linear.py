@@ -9,6 +9,7 @@ heads of a group, since keys, write strengths and decays are the group's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from hybridize.operators.window import WindowAttention
 
 NOTHING = 1e-2  # weight of reading nothing, beside weights of at most 1 a token: where no key matches, the output fades
 HALF_LIFE = 512  # tokens, of a decay at the start
+JOINT_GATE = -math.log(9.0)  # sigmoid of it is 0.1, where LoLCATs starts
 GATE_SCALE = 16  # log decays are logsigmoid(x) / 16, as in GLA
 
 
@@ -65,7 +67,8 @@ class Branch(nn.Module):
         if self.spec.decay != "none":
             rate = torch.tensor(2.0).log() / HALF_LIFE * GATE_SCALE
             nn.init.constant_(self.decay_bias, float(-torch.log(torch.expm1(rate))))  # logsigmoid of it is -rate
-        nn.init.constant_(self.gate, 0.0 if self.spec.window and self.spec.mix == "residual" else 1.0)
+        first = {"residual": 0.0 if self.spec.window else 1.0, "half": 1.0, "joint": JOINT_GATE}
+        nn.init.constant_(self.gate, first[self.spec.mix])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Follow the model to its device, not to a narrower dtype."""

@@ -27,7 +27,8 @@ class Linear(Spec):
         rope: rotate queries and keys first; without, the state knows no distances.
         window, sinks, sink_positions: of the exact part, as in Window; window 0 with sinks 0: the state alone.
         mix: "residual" adds to the window's answer the state's, times a gate that starts at 0; "half" is the mean of both, the
-            gate starting at 1 (Liger, arXiv 2503.01496).
+            gate starting at 1 (Liger, arXiv 2503.01496); "joint" puts both under one normaliser, and the state takes in
+            what leaves the window (LoLCATs, arXiv 2410.10254; rule "sum", no negative scores, RoPE, no sinks, no decay).
 
     Raises:
         HybridizeError: a field is out of its range, or two do not go together.
@@ -57,8 +58,8 @@ class Linear(Spec):
         check_integer("linear.window", self.window, 0)
         check_integer("linear.sinks", self.sinks, 0)
         check_choice("linear.sink_positions", self.sink_positions, ("absolute", "rebased"))
-        check_choice("linear.mix", self.mix, ("residual", "half"))
-        if self.mix == "half" and not self.window:
+        check_choice("linear.mix", self.mix, ("residual", "half", "joint"))
+        if self.mix != "residual" and not self.window:
             raise bad("linear.mix", self.mix, "'residual' where window is 0: there is nothing to mix with")
         if self.features == "hedgehog" and (self.degree, self.rule) != (1, "sum"):
             raise bad("linear.features", "hedgehog", "'power' with another degree than 1 or with rule='delta'")
@@ -66,6 +67,8 @@ class Linear(Spec):
             raise bad("linear.decay", "channel", "'none', 'head' or 'token' with another degree than 1 or with rule='delta'")
         if self.rule == "sum" and self.decay == "none" and not self.normalised:
             raise bad("linear.rule", "sum", "'delta', a decay, or an even degree: such a sum grows without bound")
+        if self.mix == "joint" and (not self.normalised or not self.rope or self.sinks or self.decay != "none"):
+            raise bad("linear.mix", "joint", "another mix, or rule='sum' with an even degree, rope, sinks=0 and decay='none'")
         if self.sinks and not self.window:
             raise bad("linear.sinks", self.sinks, "0 where window is 0")
 
@@ -115,7 +118,8 @@ class Linear(Spec):
         what = "Hedgehog" if self.features == "hedgehog" else f"degree {self.degree}"
         text = f"linear {what} of {self.dim}" + (", delta" if self.rule == "delta" else "")
         text += ("" if self.decay == "none" else f", {self.decay} decay") + (", RoPE" if self.rope else "")
-        return text + (f"{' / ' if self.mix == 'half' else ' + '}{self.near.label()}" if self.near else "")
+        join = {"residual": " + ", "half": " / ", "joint": " & "}[self.mix]
+        return text + (f"{join}{self.near.label()}" if self.near else "")
 
     def without(self, component: str) -> Linear | Window | None:
         if component == "linear":

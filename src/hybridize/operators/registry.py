@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from hybridize.operators.contract import Operator
 from hybridize.operators.full import FullAttention
+from hybridize.operators.joint import JointAttention
 from hybridize.operators.linear import Branch, LinearAttention
 from hybridize.operators.snapkv import SnapKVAttention
 from hybridize.operators.specs import Full, Linear, OperatorSpec, SnapKV
@@ -17,7 +18,7 @@ def build_operator(spec: OperatorSpec, branches: Mapping[int, Branch] | None = N
     if isinstance(spec, Full):
         return FullAttention(spec)
     if isinstance(spec, Linear):
-        return LinearAttention(spec, branches)
+        return (JointAttention if spec.mix == "joint" else LinearAttention)(spec, branches)
     return SnapKVAttention(spec) if isinstance(spec, SnapKV) else WindowAttention(spec)
 
 
