@@ -16,7 +16,6 @@ from torch import Tensor
 from hybridize.operators.banded import banded_mass
 from hybridize.operators.contract import Heads, State, take
 from hybridize.operators.linear import LinearAttention, LinearState
-from hybridize.operators.recurrence import chunked, recurrent
 from hybridize.operators.window import WindowState
 
 
@@ -51,16 +50,6 @@ class JointAttention(LinearAttention):
 
     def _far(self, left: Heads, state: LinearState | None) -> Tensor:
         """[B, H, T, D + 1]: values and weights of the far part; `left`: the keys that leave the window, one a step."""
-        spec, chunk = self.spec, left.chunk
         q, k, v, write, decay = self.inputs(left)
-        write = write * (chunk.positions >= spec.window)[:, None]
-        v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
-        if state is not None and chunk.tokens == 1:
-            out, memory = recurrent(q, k, v, write, decay, state.memory_for(v, spec.width), spec.degree)
-            state.store(memory)
-        else:
-            known = None if state is None or chunk.offset == 0 else state.memory_for(v, spec.width)
-            out, after = chunked(q, k, v, write, decay, known, spec.degree, keep_state=state is not None)
-            if state is not None and after is not None:
-                state.store(after)
-        return out.flatten(1, 2)
+        write = write * (left.chunk.positions >= self.spec.window)[:, None]
+        return self._through(q, k, v, write, decay, left.chunk, state).flatten(1, 2)

@@ -3,8 +3,7 @@
     out = window(q, k, v) + gate * read(S, phi(q))
 
 gate starts at 0, so a conversion begins exactly at its window; without a window, or where the mean of both is asked for, it
-starts at 1. One state serves all query
-heads of a group, since keys, write strengths and decays are the group's.
+starts at 1. One state serves all query heads of a group, since keys, write strengths and decays are the group's.
 """
 
 from __future__ import annotations
@@ -119,23 +118,29 @@ class LinearAttention(Operator):
 
     def _read(self, heads: Heads, state: LinearState | None) -> Tensor:
         """gate * read(S, phi(q)), fp32 [B, H, T, D]."""
-        spec, chunk = self.spec, heads.chunk
         q, k, v, write, decay = self.inputs(heads)
+        out = self._through(q, k, v, write, decay, heads.chunk, state)
+        if self.spec.normalised:
+            out = out[..., :-1] / (out[..., -1:] + NOTHING)
+        return (out * self._stacked("gate")[None, :, :, None, None]).flatten(1, 2)
+
+    def _through(
+        self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, decay: Tensor | None, chunk: Chunk, state: LinearState | None
+    ) -> Tensor:
+        """What queries read of a state that the chunk goes through, [B, G, R, T, D], and a column of weights behind, where
+        scores are weights."""
+        spec, delta = self.spec, self.spec.rule == "delta"
         if spec.normalised:
             v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
-        delta = spec.rule == "delta"
         if state is not None and chunk.tokens == 1:
-            out, memory = recurrent(q, k, v, write, decay, state.memory_for(v, spec.width), spec.degree, delta)
-            state.store(memory)
-        else:
-            before = None if state is None or chunk.offset == 0 else state.memory_for(v, spec.width)
-            out, after = chunked(q, k, v, write, decay, before, spec.degree, delta, keep_state=state is not None)
-            if state is not None and after is not None:
-                state.store(after)
-        if spec.normalised:
-            out = out[..., :-1] / (out[..., -1:] + NOTHING)
-        out = out * self._stacked("gate")[None, :, :, None, None]
-        return out.flatten(1, 2)
+            out, after = recurrent(q, k, v, write, decay, state.memory_for(v, spec.width), spec.degree, delta)
+            state.store(after)
+            return out
+        before = None if state is None or chunk.offset == 0 else state.memory_for(v, spec.width)
+        out, kept = chunked(q, k, v, write, decay, before, spec.degree, delta, keep_state=state is not None)
+        if state is not None and kept is not None:
+            state.store(kept)
+        return out
 
     def inputs(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """q [B, G, R, T, d], k [B, G, T, d], v [B, G, T, D], write strength [B, G, T] (0: padding), log decay; fp32."""
