@@ -21,7 +21,7 @@ demo:
 	$(CACHE)/demo/bin/hybridize demo --out demo-run --overwrite
 
 test:
-	$(call install,test,ci-cpu,demo$(,)eval$(,)dev)
+	$(call install,test,ci-cpu,demo$(,)train$(,)eval$(,)dev)
 	$(MAKE) check BIN=$(CACHE)/test/bin
 	$(call install,newest,ci-newest,dev)
 	$(MAKE) newest BIN=$(CACHE)/newest/bin

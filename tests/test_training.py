@@ -14,7 +14,7 @@ from conftest import make_base, make_hybrid, make_plan
 from hybridize.data.mixture import Mixture
 from hybridize.data.text import bundled_text
 from hybridize.training import stages
-from hybridize.training.losses import chunked_cross_entropy, row_means
+from hybridize.training.losses import chunked_cross_entropy, chunked_kl, row_means
 from hybridize.training.recipe import Recipe, from_text
 from hybridize.training.trainer import WHOLE, collate, last_whole
 
@@ -77,6 +77,7 @@ def test_recipes_from_text():
         ("trains=some", "train.trains"),
         ("rows=0", "train.rows"),
         ("steps=-1", "train.steps"),
+        ("kl=-1", "train.kl"),
         ("micro=5", "train.micro"),
     ):
         with pytest.raises(hz.HybridizeError, match=f"^{field}: got"):
@@ -111,6 +112,45 @@ def test_fine_tune_loss_is_the_mean_of_row_means(rows):
         ids = batch["input_ids"][row]
         means.append(F.cross_entropy(logits[row, start - 1 : -1], ids[start:]))
     torch.testing.assert_close(loss, torch.stack(means).mean())
+
+
+def test_chunked_kl():
+    torch.manual_seed(0)
+    mine, theirs = torch.randn(37, 8, requires_grad=True), torch.randn(37, 8)
+    head, other = torch.nn.Linear(8, 50), torch.nn.Linear(8, 50)
+    wanted = other(theirs).softmax(-1).detach()
+    expected = (wanted * (wanted.log() - head(mine).log_softmax(-1))).sum(-1)
+    got = chunked_kl(mine, head, theirs, other, chunk=5)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    for a, b in zip(*(torch.autograd.grad(x.sum(), [mine, head.weight]) for x in (got, expected))):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert chunked_kl(mine, head, mine.detach(), head).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("trains", ["branches", "lora", "attention", "all"])
+def test_the_teacher_is_the_base_and_stays(rows, tmp_path, trains, ids, monkeypatch):
+    made, seen = [], []
+    real = stages.frozen_teacher
+
+    def close(teacher):
+        with torch.no_grad():
+            return torch.allclose(teacher(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+
+    def watched(*given):
+        made.append(real(*given))
+        seen.append(close(made[-1]))
+        return made[-1]
+
+    monkeypatch.setattr(stages, "frozen_teacher", watched)
+    model = hybrid("mixed")
+    with torch.no_grad(), model.temporary_plan(hz.AttentionPlan.base(model.plan.geometry)):
+        expected = model(ids).logits
+    plain = hybrid("mixed")
+    with_kl = stages.fine_tune(model, rows, replace(RECIPE, steps=2, kl=1.0, trains=trains), tmp_path / "kl")
+    without = stages.fine_tune(plain, rows, replace(RECIPE, steps=2, trains=trains), tmp_path / "plain")
+    assert with_kl["losses"][0] > without["losses"][0] + 1e-4
+    assert seen[0] and (trains == "lora" or close(made[0]))  # merging moves weights that the teacher shares, when it is done
+    assert set(weights(model)) == set(weights(plain))
 
 
 # -- stages ---------------------------------------------------------------------------------------------------------

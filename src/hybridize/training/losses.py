@@ -23,6 +23,25 @@ def chunked_cross_entropy(hidden: Tensor, head: Callable[[Tensor], Tensor], targ
     return torch.cat(losses) if losses else hidden.sum(-1).float()
 
 
+def chunked_kl(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    teacher: Tensor,
+    teacher_head: Callable[[Tensor], Tensor],
+    chunk: int = CHUNK,
+) -> Tensor:
+    """KL(teacher || student) over the whole vocabulary at each token, fp32 [N], from hidden states [N, E] of both."""
+
+    def part(mine: Tensor, theirs: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher_head(theirs).float().log_softmax(-1)
+        return F.kl_div(head(mine).float().log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
+
+    pieces = zip(hidden.split(chunk), teacher.split(chunk), strict=True)
+    losses = [checkpoint(part, mine, theirs, use_reentrant=False) for mine, theirs in pieces]
+    return torch.cat(losses) if losses else hidden.sum(-1).float()
+
+
 def row_means(losses: Tensor, rows: Tensor, count: int) -> Tensor:
     """Mean of the losses [N] of each row, [count]; `rows` [N] says whose each is, a row without any gives 0."""
     sums = losses.new_zeros(count).index_add(0, rows, losses)

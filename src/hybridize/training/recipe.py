@@ -23,6 +23,7 @@ class Recipe:
         trains: "branches" (parameters beside the base's only), "lora" (and low-rank factors of q, k, v, o, merged at the
             end), "attention" (and q, k, v, o themselves), "all" weights.
         transfer_steps: steps of attention transfer before, on branches alone, at transfer_rate.
+        kl: weight of the KL from the untrained base, under its own plan, at learned tokens (0: none).
         text_share: share of rows that are text. kinds: needles of the others.
         micro: rows a device runs at once (0: all of its share). checkpointing: recompute layers, for memory.
         warmup: steps of rising rate; then a cosine to zero. clip: largest gradient norm.
@@ -37,6 +38,7 @@ class Recipe:
     trains: str = "attention"
     transfer_steps: int = 0
     transfer_rate: float = 1e-2
+    kl: float = 0.0
     text_share: float = 1 / 3
     kinds: tuple[str, ...] = CALIBRATION_KINDS
     micro: int = 0
@@ -55,6 +57,8 @@ class Recipe:
         for name in ("rows", "length", "lora_rank", "lora_alpha", "save_every", "rate", "branch_rate", "clip"):
             if getattr(self, name) <= 0:
                 raise bad(f"train.{name}", getattr(self, name), "more than 0")
+        if self.kl < 0:
+            raise bad("train.kl", self.kl, "at least 0")
         if self.trains not in TRAINED:
             raise bad("train.trains", self.trains, f"one of {TRAINED}")
         if self.micro and self.rows % self.micro:

@@ -16,25 +16,33 @@ from hybridize.operators.registry import build_operator
 from hybridize.operators.teacher import Taught
 from hybridize.plan import AttentionPlan
 from hybridize.training.adapters import PROJECTIONS, add_lora, merge_lora
-from hybridize.training.losses import chunked_cross_entropy, row_means
+from hybridize.training.losses import chunked_cross_entropy, chunked_kl, row_means
 from hybridize.training.recipe import Recipe
+from hybridize.training.teacher import frozen_teacher
 from hybridize.training.trainer import train
 
 Report = Callable[[int, int], None]
 
 
 class FineTune(nn.Module):
-    """Cross entropy of the tokens from each row's `start` on: a row's mean, then the mean over rows."""
+    """Cross entropy of the tokens from each row's `start` on, and `kl` times the KL from a teacher there: a row's mean, then
+    the mean over rows."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, teacher: Any = None, kl: float = 0.0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.kl = model, kl
+        self.held = (teacher,)  # no module of this one: it is not trained, saved or shared out
 
     def forward(self, input_ids: Tensor, start: Tensor) -> dict[str, Tensor]:
         """input_ids [B, T], start [B] to {"loss"}."""
         hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
         learned = torch.arange(1, input_ids.shape[1], device=input_ids.device) >= start[:, None]
-        losses = chunked_cross_entropy(hidden[:, :-1][learned], self.model.lm_head, input_ids[:, 1:][learned])
+        states, (teacher,) = hidden[:, :-1][learned], self.held
+        losses = chunked_cross_entropy(states, self.model.lm_head, input_ids[:, 1:][learned])
+        if teacher is not None:
+            with torch.no_grad():
+                theirs = teacher.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1][learned]
+            losses = losses + self.kl * chunked_kl(states, self.model.lm_head, theirs, teacher.lm_head)
         return {"loss": row_means(losses, learned.nonzero()[:, 0], len(input_ids)).mean()}
 
 
@@ -53,11 +61,22 @@ class Transfer(nn.Module):
 def fine_tune(model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: Report | None = None) -> dict[str, Any]:
     """Train what the recipe names, in place, on fp32 masters; what `train` returns."""
     with masters(model):
+        teacher = frozen_teacher(model, lambda name: is_trained(name, recipe.trains)) if recipe.kl else None
         if recipe.trains == "lora":
             add_lora(model, recipe.lora_rank, recipe.lora_alpha)
         select(model, recipe.trains)
         rates = {"base": recipe.rate, "branch": recipe.branch_rate}
-        made = _run(FineTune(model), model, rows, recipe, folder, report, steps=recipe.steps, rates=rates, rate_of=kind_of)
+        made = _run(
+            FineTune(model, teacher, recipe.kl),
+            model,
+            rows,
+            recipe,
+            folder,
+            report,
+            steps=recipe.steps,
+            rates=rates,
+            rate_of=kind_of,
+        )
         if recipe.trains == "lora":
             merge_lora(model)
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hybridize.data.mixture import Mixture, Row
-from hybridize.errors import bad
+from hybridize.errors import HybridizeError, bad
 from hybridize.files import write_text
 from hybridize.training.recipe import Recipe
 
@@ -47,6 +48,8 @@ def train(
     Raises:
         HybridizeError: nothing to train, or rows that cannot be shared out evenly over devices.
     """
+    if importlib.util.find_spec("accelerate") is None:
+        raise HybridizeError("train: got no accelerate, expected it: pip install 'hybridize[train]'")
     if not any(p.requires_grad for p in stage.parameters()):
         raise bad("train.trains", "no parameter", "a plan with operators that have parameters, or weights to train")
     on_gpu = next(stage.parameters()).is_cuda
