@@ -34,31 +34,41 @@ def adapt(
     stages: list[tuple[str, int, Callable[..., dict[str, Any]], str]] = [("finetune", recipe.steps, fine_tune, recipe.trains)]
     if any(model.branches()):
         stages.insert(0, ("transfer", recipe.transfer_steps, transfer, "branches"))
-    records = {}
-    for name, steps, stage, trains in stages:
-        if not steps:
-            continue
-        file = run.path / TRAINING / f"{name}.safetensors"
-        wanted = {n for n, _ in model.named_parameters() if is_trained(n, "attention" if trains == "lora" else trains)}
-        if run.has(name):
-            load_trained(model, file, wanted)
+    given = (run, loaded, model, recipe, text, report)
+    return {name: _stage(name, steps, stage, trains, *given) for name, steps, stage, trains in stages if steps}
 
-        def make(
-            name: str = name, steps: int = steps, stage: Any = stage, file: Any = file, wanted: set[str] = wanted
-        ) -> dict[str, Any]:
-            rows = Mixture(
-                loaded.tokenizer,
-                "\n\n".join(load_text(text)),
-                count=steps * recipe.rows,
-                length=recipe.length,
-                kinds=recipe.kinds,
-                text_share=recipe.text_share,
-                seed=recipe.seed,
-            )
-            tick = lambda done, of: report(name, done, of)  # noqa: E731
-            made = stage(model, rows, recipe, run.path / TRAINING / name, tick)
-            save_trained(model, file, wanted)
-            return made
 
-        records[name] = run.step(name, make)
-    return records
+def _stage(
+    name: str,
+    steps: int,
+    stage: Callable[..., dict[str, Any]],
+    trains: str,
+    run: RunFolder,
+    loaded: Loaded,
+    model: Any,
+    recipe: Recipe,
+    text: str,
+    report: Report,
+) -> dict[str, Any]:
+    """One stage as a step of the run: what it trained is a file beside its record, read back where it was done before."""
+    file = run.path / TRAINING / f"{name}.safetensors"
+    wanted = {n for n, _ in model.named_parameters() if is_trained(n, "attention" if trains == "lora" else trains)}
+
+    def make() -> dict[str, Any]:
+        rows = Mixture(
+            loaded.tokenizer,
+            "\n\n".join(load_text(text)),
+            count=steps * recipe.rows,
+            length=recipe.length,
+            kinds=recipe.kinds,
+            text_share=recipe.text_share,
+            seed=recipe.seed,
+        )
+        made = stage(model, rows, recipe, run.path / TRAINING / name, lambda done, of: report(name, done, of))
+        save_trained(model, file, wanted)
+        return made
+
+    if run.has(name):
+        load_trained(model, file, wanted)
+    record: dict[str, Any] = run.step(name, make)
+    return record

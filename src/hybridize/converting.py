@@ -37,6 +37,8 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
     fixed = AttentionPlan.load(options["plan"]) if options["plan"] is not None else None
     if options["dry_run"]:
         _dry_run(terminal, model, ask, given, fixed, options["trust_remote_code"])
+        if recipe is not None:
+            terminal.say(f"training: {recipe.label()}; {recipe.tokens:,} tokens")
         return
     text = options["train_text"] or ask.text
     config: dict[str, Any] = {"verb": "convert", "model": model, "method": method, "link": options["link"]}
