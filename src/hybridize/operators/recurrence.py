@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 Outcome = tuple[Tensor, Tensor]
+CHANNEL_CHUNK = 16  # tokens: all features of all pairs of a chunk stand in memory
+TOGETHER = 32  # chunks worked on at once
 
 
 def _monomials(dim: int, degree: int) -> tuple[list[list[int]], list[float]]:
@@ -94,66 +96,111 @@ def chunked(
         size: tokens a chunk, None for what costs least.
     """
     tokens = k.shape[2]
+    channel = g is not None and g.dim() == 4
     if size is None:
-        size = chunk_size(tokens, k.shape[-1], degree, g, alone=state is None and not keep_state)
-    outs = []
-    for first in range(0, tokens, size):
-        part = slice(first, first + size)
+        size = (
+            CHANNEL_CHUNK if channel else chunk_size(tokens, k.shape[-1], degree, state is None and not keep_state, k.is_cuda)
+        )
+    if not channel and tokens <= size and state is None and not keep_state:
+        return _pairs(q, k, _alone(k, v, b, g, degree, delta), g, degree), None
+    outs, step = [], size if channel else size * TOGETHER
+    for first in range(0, tokens, step):
+        part = slice(first, first + step)
         decay = None if g is None else g[:, :, part]
-        wanted = keep_state or first + size < tokens
         given = (q[:, :, :, part], k[:, :, part], v[:, :, part], b[:, :, part])
-        if decay is not None and decay.dim() == 4:
+        if channel:
+            assert decay is not None
             out, state = _channel_chunk(*given, decay, state)
         else:
-            out, state = _chunk(*given, decay, state, degree, delta, wanted)
+            out, state = _segment(*given, decay, state, degree, delta, size)
         outs.append(out)
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=3), state
 
 
-def chunk_size(tokens: int, dim: int, degree: int, g: Tensor | None, alone: bool) -> int:
+def chunk_size(tokens: int, dim: int, degree: int, alone: bool, on_gpu: bool) -> int:
     """Tokens a chunk: pairs cost its length, the state its width; one chunk where no state is asked for."""
-    if g is not None and g.dim() == 4:
-        return 16  # all features of all pairs of a chunk stand in memory
     if alone and tokens <= 2048:
         return max(tokens, 1)
-    return min(max(64, 1 << (math.comb(dim + degree - 1, degree) - 1).bit_length()), 512)
+    wide = 1 << (math.comb(dim + degree - 1, degree) - 1).bit_length()
+    return min(max(64, wide), 256 if on_gpu else 64)  # a GPU waits for launches, of which each chunk costs some
 
 
-def _chunk(
-    q: Tensor, k: Tensor, v: Tensor, b: Tensor, g: Tensor | None, state: Tensor | None, degree: int, delta: bool, wanted: bool
-) -> tuple[Tensor, Tensor | None]:
-    tokens, transposed = k.shape[2], k.transpose(-1, -2)
+def _segment(
+    q: Tensor, k: Tensor, v: Tensor, b: Tensor, g: Tensor | None, state: Tensor | None, degree: int, delta: bool, size: int
+) -> Outcome:
+    """Several chunks: all that does not need the state at once, then the state from chunk to chunk, then what reads it."""
+    tokens = k.shape[2]
+    q, k, v = (_in_chunks(x, size, -2) for x in (q, k, v))  # [B, G, R, N, C, d], [B, G, N, C, d], [B, G, N, C, E]
+    b, g = _in_chunks(b, size, -1), None if g is None else _in_chunks(g, size, -1)
+    key = power_features(k, degree)
     past = None if g is None else g.cumsum(-1)
-    ratio = _decay_between(past, tokens, k)
-    key = power_features(k, degree) if wanted or (delta and state is not None) else None
     since = None if past is None else past.exp()[..., None]  # decay from the chunk's beginning
-    u = v
-    if delta:
-        if state is not None:
-            assert key is not None
-            known = key @ state
-            u = v - (known if since is None else since * known)
-        # u_i = b_i (v_i - what earlier tokens of the chunk left under k_i): a unit lower triangular system
-        own = (b[..., None] * (k @ transposed) ** degree * ratio).tril(-1)
-        u = torch.linalg.solve_triangular(own, b[..., None] * u, upper=False, unitriangular=True)
+    u = b[..., None] * v
+    asked = None
+    if delta:  # u_i = b_i (v_i - what is known under k_i): of the chunk itself, and of the state
+        right = b[..., None] * (key if since is None else since * key)
+        solved = _solved(torch.cat([u, right], dim=-1), k, b, past, degree)
+        u, asked = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    left = (key if past is None else (past[..., -1:] - past).exp()[..., None] * key).transpose(-1, -2)
+    state = v.new_zeros(*v.shape[:2], key.shape[-1], v.shape[-1]) if state is None else state
+    if asked is None and past is None:  # a plain sum: all states are one running sum
+        more = left @ u
+        sums = more.cumsum(2)
+        before, state = state[:, :, None] + (sums - more), state + sums[:, :, -1]
     else:
-        u = b[..., None] * v
-    out = ((q @ transposed[:, :, None]) ** degree * ratio[:, :, None]) @ u[:, :, None]
-    if state is not None:
-        before = power_features(q, degree) @ state[:, :, None]
-        out = out + (before if since is None else since[:, :, None] * before)
-    if not wanted:
-        return out, None
-    assert key is not None
-    if past is None:
-        new = key.transpose(-1, -2) @ u
-        return out, new if state is None else state + new
-    new = key.transpose(-1, -2) @ ((past[..., -1:] - past).exp()[..., None] * u)
-    return out, new if state is None else past[..., -1, None, None].exp() * state + new
+        total = None if past is None else past[..., -1, None, None].exp()
+        before, u, state = _states(u, asked, left, total, state)
+    read = power_features(q, degree) @ before[:, :, None]
+    out = _pairs(q, k, u, g, degree)
+    out = out + (read if since is None else since[:, :, None] * read)
+    return out.flatten(3, 4)[:, :, :, :tokens], state
+
+
+def _states(
+    u: Tensor, asked: Tensor | None, left: Tensor, total: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From chunk to chunk, two products each: (states before each [B, G, N, F, E], writes [B, G, N, C, E], the last state)."""
+    groups, shape = u.shape[:2], state.shape
+    u, left, state = u.flatten(0, 1), left.flatten(0, 1), state.flatten(0, 1)
+    asked, total = (None if x is None else x.flatten(0, 1) for x in (asked, total))
+    before, written = [], []
+    for n in range(u.shape[1]):
+        before.append(state)
+        written.append(u[:, n] if asked is None else torch.baddbmm(u[:, n], asked[:, n], state, alpha=-1))
+        state = torch.baddbmm(state if total is None else total[:, n] * state, left[:, n], written[-1])
+    states, writes = torch.stack(before, dim=1), torch.stack(written, dim=1)
+    return states.unflatten(0, groups), writes.unflatten(0, groups), state.view(shape)
+
+
+def _in_chunks(x: Tensor, size: int, dim: int) -> Tensor:
+    """Split `dim` into chunks, zeros behind the last: tokens of no strength and no decay are not there."""
+    short = -x.shape[dim] % size
+    if short:
+        x = torch.nn.functional.pad(x, (0, 0) * (-1 - dim) + (0, short))
+    return x.unflatten(dim, (-1, size))
+
+
+def _alone(k: Tensor, v: Tensor, b: Tensor, g: Tensor | None, degree: int, delta: bool) -> Tensor:
+    """What each token of a single chunk writes, nothing being known before, [..., C, E]."""
+    if not delta:
+        return b[..., None] * v
+    return _solved(b[..., None] * v, k, b, None if g is None else g.cumsum(-1), degree)
+
+
+def _solved(right: Tensor, k: Tensor, b: Tensor, past: Tensor | None, degree: int) -> Tensor:
+    """u of u_i + sum_{j < i} b_i e^{G_i - G_j} (k_i.k_j)^degree u_j = right_i, a unit lower triangular system."""
+    own = (b[..., None] * (k @ k.transpose(-1, -2)) ** degree * _decay_between(past, k.shape[-2], k)).tril(-1)
+    return torch.linalg.solve_triangular(own, right, upper=False, unitriangular=True)
+
+
+def _pairs(q: Tensor, k: Tensor, u: Tensor, g: Tensor | None, degree: int) -> Tensor:
+    """What queries read of the writes of their own chunk, [B, G, R, ..., C, E]."""
+    ratio = _decay_between(None if g is None else g.cumsum(-1), k.shape[-2], k)
+    return ((q @ k.transpose(-1, -2)[:, :, None]) ** degree * ratio[:, :, None]) @ u[:, :, None]
 
 
 def _decay_between(past: Tensor | None, tokens: int, like: Tensor) -> Tensor:
-    """e^{G_i - G_j} where j <= i, else 0: [B, G, C, C], or [1, 1, C, C] of ones without decay."""
+    """e^{G_i - G_j} where j <= i, else 0: [B, G, ..., C, C], or [1, 1, C, C] of ones without decay."""
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=like.device).tril()
     if past is None:
         return causal.to(like.dtype)[None, None]
