@@ -335,6 +335,13 @@ def test_igal(capsys, base, tmp_path, monkeypatch):
     code, _, err = run(capsys, "eval", base, "--out", tmp_path / "eval", *PROVE, "--seed", 2)
     again = json.loads((tmp_path / "eval" / "metrics.json").read_text())["rows"]
     assert base_rows[0]["score"] == next(row for row in again if row["task"] == "needle")["score"]
+    code, printed, err = run(capsys, "eval", out, "--out", tmp_path / "own", *PROVE, "--json")
+    assert code == 0 and {row["selector"] for row in json.loads(printed)["rows"]} == {"trained weights, full", "hybrid"}, err
+    assert "was trained" in err
+    code, printed, err = run(capsys, "compare", out, "--model", base, "--out", tmp_path / "compared", *PROVE, "--json")
+    rows = [row for row in json.loads(printed)["rows"] if row["task"] == "perplexity" and row["positions"] == [0, 760]]
+    mine = [row["score"] for row in metrics["rows"] if row["task"] == "perplexity" and row["positions"] == [0, 760]]
+    assert [row["score"] for row in rows] == pytest.approx(mine[:2]) and rows[1]["trained_tokens"] == 3000
     page = (out / "report.html").read_text()
     assert 'id="training"' in page and "groups have a linear state" in page
     assert "with a short fine-tune" in (out / "README.md").read_text()

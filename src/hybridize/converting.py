@@ -70,6 +70,8 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
                 prove(run, loaded, hybrid, {"full": base}, proof, terminal.report)
             with counted(seconds, "train"):
                 trained = adapt(run, loaded, hybrid, chosen, recipe, text, terminal.report)
+            tokens = sum(record["tokens"] for record in trained.values())
+            plans["hybrid"] = chosen = replace(chosen, provenance={**chosen.provenance, "trained_tokens": tokens})
             if any(spec.kind == "linear" for spec in chosen.specs()):
                 plans["state off"] = chosen.without("linear")
         hybrid.set_plan(chosen)
@@ -81,9 +83,6 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
                 checkpoint.save_linked(chosen, model, run.path / "model", overwrite=True)
             else:
                 save_model(run, loaded, hybrid, scores, options["max_shard_size"])
-        for row in rows:
-            if row["method"] != "base":
-                row["trained_tokens"] = sum(record["tokens"] for record in trained.values())
     terminal.close()
     spent = 0.0 if scores is given else sum(value for name, value in run.seconds.items() if name.startswith("score"))
     cost = {"tokens": 0 if scores is given else ask.tokens, "seconds": spent}

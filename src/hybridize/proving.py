@@ -41,7 +41,14 @@ def evaluate(terminal: Terminal, model: str, out: Path, plan: Path | None, witho
         note_resume(terminal, run)
         chosen = given or hybrid.plan
         base = AttentionPlan.base(chosen.geometry)
-        plans = {"full": base} if chosen.assignment == base.assignment else {"full": base, "hybrid": chosen}
+        reference = "full"
+        if hybrid.plan.provenance.get("trained_tokens"):
+            reference = "trained weights, full"
+            terminal.say(
+                f"{model} was trained: its reference here is its own weights with full attention; "
+                f"`hybridize compare {model} --model BASE` measures it against the base it came from"
+            )
+        plans = {reference: base} if chosen.assignment == base.assignment else {reference: base, "hybrid": chosen}
         plans |= {f"hybrid without {part}": chosen.without(part) for part in without or ()}
         for each in plans.values():
             check_lengths(each, proof)

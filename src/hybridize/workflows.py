@@ -233,6 +233,7 @@ def plan_head(name: str, plan: AttentionPlan, seed: int, context: int) -> dict[s
         component=f"{plan.provenance['without']}_off" if "without" in plan.provenance else "all",
     )
     return head | {
+        "trained_tokens": plan.provenance.get("trained_tokens", 0),
         "kept": len(plan.kept_layers),
         "cache_ratio": plan.cache_bytes(context) / base.cache_bytes(context),
         "prefill_ratio": plan.prefill_flops(context) / base.prefill_flops(context),
