@@ -248,6 +248,20 @@ def compared(data):
     return table(heads, body)
 
 
+def needles(data):
+    """Needles by length, perplexity where there is one, and the cache at the length of a comparison; a line a plan."""
+    rows, body = data["rows"], []
+    lengths = sorted({r["context"] for r in rows if r["task"] == "needle"})
+    whole = [r for r in rows if r["task"] == "perplexity" and r["positions"] == [0, r["context"]]]
+    for name in dict.fromkeys(r["selector"] for r in rows):
+        cells = {r["context"]: r for r in rows if r["selector"] == name and r["task"] == "needle" and r["depth"] is None}
+        shown = [interval(cells[n], 2) if n in cells else "–" for n in lengths]
+        shown += [f"{r['score']:.2f}" for r in whole if r["selector"] == name]
+        body.append([name, *shown, f"{100 * next(iter(cells.values()))['cache_ratio']:.1f} %"])
+    heads = [f"needle, {n:,}" for n in lengths] + (["perplexity"] if whole else [])
+    return table(["", *heads, f"cache at {data.get('match_at', lengths[-1]):,}"], body)
+
+
 def cache_igal(data):
     body = []
     for r in data["rows"]:
@@ -269,7 +283,13 @@ TABLES = {
         "batches-h200": (batches, "batch_agreement_h200"),
         "drift": (drift, "drift_smollm2"),
     },
-    "docs/igal.md": {"cache-igal": (cache_igal, "cache_igal")},
+    "docs/igal.md": {
+        "cache-igal": (cache_igal, "cache_igal"),
+        "igal-cpu": (needles, "igal_cpu_smollm2"),
+        "igal-cpu-long": (needles, "igal_cpu_long"),
+        "igal-cpu-multikey": (needles, "igal_cpu_multikey"),
+        "igal-cpu-unseen": (needles, "igal_cpu_unseen"),
+    },
     "docs/nll.md": {
         "nll-main": (nll_main, "nll_smollm2"),
         "nll-explore": (nll_explore, "nll_smollm2"),
