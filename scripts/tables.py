@@ -286,6 +286,7 @@ TABLES = {
     "docs/igal.md": {
         "cache-igal": (cache_igal, "cache_igal"),
         "igal-cpu": (needles, "igal_cpu_smollm2"),
+        "igal-cpu-window": (needles, "igal_cpu_all_window"),
         "igal-cpu-long": (needles, "igal_cpu_long"),
         "igal-cpu-multikey": (needles, "igal_cpu_multikey"),
         "igal-cpu-unseen": (needles, "igal_cpu_unseen"),
