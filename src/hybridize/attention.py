@@ -109,8 +109,8 @@ class HybridAttention(HeadLayout):
         q_raw = self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2)
         k_raw = self.k_norm(self.k_proj(hidden).view(shape)).transpose(1, 2)
         v = self.v_proj(hidden).view(shape).transpose(1, 2)
-        learned = (q_raw, k_raw, v, *self.operators.parameters())
-        cache, trains = context.cache, torch.is_grad_enabled() and any(x.requires_grad for x in learned)
+        cache = context.cache
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_raw, k_raw, v, *self.operators.parameters()))
         kernels = None
         if cache is not None and q_raw.shape[2] == 1 and not trains:  # they have no backward
             kernels = kernels_for("decode", q_raw, self.attention_dropout if self.training else 0.0)

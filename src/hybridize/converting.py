@@ -11,7 +11,7 @@ from hybridize import checkpoint
 from hybridize.adapting import adapt
 from hybridize.conversion import memory_estimate
 from hybridize.errors import bad
-from hybridize.evaluation.suite import Proof
+from hybridize.evaluation.suite import Proof, measures
 from hybridize.files import check_output_folder
 from hybridize.geometry import geometry_of
 from hybridize.methods import igal, nll
@@ -64,10 +64,10 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
             if scores is None and fixed is None and ask.needs_scores:
                 scores = compute_scores(run, loaded, hybrid, ask, terminal.report)
         chosen = fixed or plan_of_scores(scores, base, ask)
-        plans, trained = {"full": base, "hybrid": chosen}, {}
+        plans, trained, todo = {"full": base, "hybrid": chosen}, {}, measures(loaded.tokenizer, proof, run.step)
         if recipe is not None:
             with counted(seconds, "prove"):  # while the weights are still the base's
-                prove(run, loaded, hybrid, {"full": base}, proof, terminal.report)
+                prove(run, loaded, hybrid, {"full": base}, proof, terminal.report, todo)
             with counted(seconds, "train"):
                 trained = adapt(run, loaded, hybrid, chosen, recipe, text, terminal.report)
             tokens = sum(record["tokens"] for record in trained.values())
@@ -76,7 +76,7 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
                 plans["state off"] = chosen.without("linear")
         hybrid.set_plan(chosen)
         with counted(seconds, "prove"):
-            rows = prove(run, loaded, hybrid, plans, proof, terminal.report)
+            rows = prove(run, loaded, hybrid, plans, proof, terminal.report, todo)
         with counted(seconds, "save"):
             if options["link"]:
                 run.begin()
@@ -119,8 +119,7 @@ def asked_of(method: str, options: dict[str, Any]) -> tuple[Selection, Recipe | 
     near = {"window": ask.window, "sinks": ask.sinks, "sink_positions": ask.sink_positions}
     linear = from_text(Linear, options["linear"], "linear", near)
     ask = replace(ask, linear=linear, control=options["control"])
-    if ask.control is not None and ask.control not in igal.CONTROLS:
-        raise bad("control", ask.control, f"one of {igal.CONTROLS}")
+    _ = ask.needs_scores  # an unknown control is refused before anything is loaded
     return ask, from_text(Recipe, options["train"], "train")
 
 

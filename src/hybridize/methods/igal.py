@@ -31,6 +31,13 @@ CONTROLS = (
 
 
 def needs_scores(control: str | None) -> bool:
+    """Whether the method (None) or one of its controls chooses groups by scores.
+
+    Raises:
+        HybridizeError: an unknown control.
+    """
+    if control is not None and control not in CONTROLS:
+        raise bad("control", control, f"one of {CONTROLS}")
     return control in (None, "lowest", "important-full", "important-wide")
 
 
@@ -47,8 +54,6 @@ def igal_plan(
     Raises:
         HybridizeError: an unknown control, or scores of another shape.
     """
-    if control is not None and control not in CONTROLS:
-        raise bad("control", control, f"one of {CONTROLS}")
     geometry = base.geometry
     kept: Linear | Window | None = linear
     selector = "none"

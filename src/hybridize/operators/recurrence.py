@@ -102,7 +102,9 @@ def chunked(
             CHANNEL_CHUNK if channel else chunk_size(tokens, k.shape[-1], degree, state is None and not keep_state, k.is_cuda)
         )
     if not channel and tokens <= size and state is None and not keep_state:
-        return _pairs(q, k, _alone(k, v, b, g, degree, delta), g, degree), None
+        ratio = _decay_between(None if g is None else g.cumsum(-1), tokens, k)
+        u = b[..., None] * v
+        return _pairs(q, k, _solved(u, k, b, ratio, degree) if delta else u, ratio, degree), None
     outs, step = [], size if channel else size * TOGETHER
     for first in range(0, tokens, step):
         part = slice(first, first + step)
@@ -135,11 +137,12 @@ def _segment(
     key = power_features(k, degree)
     past = None if g is None else g.cumsum(-1)
     since = None if past is None else past.exp()[..., None]  # decay from the chunk's beginning
+    ratio = _decay_between(past, size, k)
     u = b[..., None] * v
     asked = None
     if delta:  # u_i = b_i (v_i - what is known under k_i): of the chunk itself, and of the state
         right = b[..., None] * (key if since is None else since * key)
-        solved = _solved(torch.cat([u, right], dim=-1), k, b, past, degree)
+        solved = _solved(torch.cat([u, right], dim=-1), k, b, ratio, degree)
         u, asked = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     left = (key if past is None else (past[..., -1:] - past).exp()[..., None] * key).transpose(-1, -2)
     state = v.new_zeros(*v.shape[:2], key.shape[-1], v.shape[-1]) if state is None else state
@@ -151,7 +154,7 @@ def _segment(
         total = None if past is None else past[..., -1, None, None].exp()
         before, u, state = _states(u, asked, left, total, state)
     read = power_features(q, degree) @ before[:, :, None]
-    out = _pairs(q, k, u, g, degree)
+    out = _pairs(q, k, u, ratio, degree)
     out = out + (read if since is None else since[:, :, None] * read)
     return out.flatten(3, 4)[:, :, :, :tokens], state
 
@@ -180,22 +183,14 @@ def _in_chunks(x: Tensor, size: int, dim: int) -> Tensor:
     return x.unflatten(dim, (-1, size))
 
 
-def _alone(k: Tensor, v: Tensor, b: Tensor, g: Tensor | None, degree: int, delta: bool) -> Tensor:
-    """What each token of a single chunk writes, nothing being known before, [..., C, E]."""
-    if not delta:
-        return b[..., None] * v
-    return _solved(b[..., None] * v, k, b, None if g is None else g.cumsum(-1), degree)
-
-
-def _solved(right: Tensor, k: Tensor, b: Tensor, past: Tensor | None, degree: int) -> Tensor:
+def _solved(right: Tensor, k: Tensor, b: Tensor, ratio: Tensor, degree: int) -> Tensor:
     """u of u_i + sum_{j < i} b_i e^{G_i - G_j} (k_i.k_j)^degree u_j = right_i, a unit lower triangular system."""
-    own = (b[..., None] * (k @ k.transpose(-1, -2)) ** degree * _decay_between(past, k.shape[-2], k)).tril(-1)
+    own = (b[..., None] * (k @ k.transpose(-1, -2)) ** degree * ratio).tril(-1)
     return torch.linalg.solve_triangular(own, right, upper=False, unitriangular=True)
 
 
-def _pairs(q: Tensor, k: Tensor, u: Tensor, g: Tensor | None, degree: int) -> Tensor:
+def _pairs(q: Tensor, k: Tensor, u: Tensor, ratio: Tensor, degree: int) -> Tensor:
     """What queries read of the writes of their own chunk, [B, G, R, ..., C, E]."""
-    ratio = _decay_between(None if g is None else g.cumsum(-1), k.shape[-2], k)
     return ((q @ k.transpose(-1, -2)[:, :, None]) ** degree * ratio[:, :, None]) @ u[:, :, None]
 
 

@@ -66,17 +66,8 @@ def fine_tune(model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: R
             add_lora(model, recipe.lora_rank, recipe.lora_alpha)
         select(model, recipe.trains)
         rates = {"base": recipe.rate, "branch": recipe.branch_rate}
-        made = _run(
-            FineTune(model, teacher, recipe.kl),
-            model,
-            rows,
-            recipe,
-            folder,
-            report,
-            steps=recipe.steps,
-            rates=rates,
-            rate_of=kind_of,
-        )
+        stage = FineTune(model, teacher, recipe.kl)
+        made = _run(stage, model, rows, recipe, folder, report, steps=recipe.steps, rates=rates)
         if recipe.trains == "lora":
             merge_lora(model)
         return made
@@ -87,8 +78,7 @@ def transfer(model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: Re
     with masters(model), teaching(model):
         select(model, "branches")
         rates = {"branch": recipe.transfer_rate}
-        how: dict[str, Any] = {"steps": recipe.transfer_steps, "rates": rates, "rate_of": lambda name: "branch"}
-        return _run(Transfer(model), model, rows, recipe, folder, report, **how)
+        return _run(Transfer(model), model, rows, recipe, folder, report, steps=recipe.transfer_steps, rates=rates)
 
 
 def _run(
@@ -102,11 +92,6 @@ def _run(
         if recipe.checkpointing:
             model.gradient_checkpointing_disable()
         model.eval()
-
-
-def kind_of(name: str) -> str:
-    """Which learning rate a parameter has."""
-    return "branch" if ".branches." in name else "base"
 
 
 def select(model: nn.Module, trains: str) -> None:

@@ -33,14 +33,13 @@ def train(
     *,
     steps: int,
     rates: dict[str, float],
-    rate_of: Callable[[str], str],
     report: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Train what `stage` leaves trainable; its forward gives {"loss"}, a mean over the rows it is given.
 
     Args:
         folder: checkpoints; the last whole one is continued, to the same bits as if nothing had stopped it.
-        rates, rate_of: peak learning rates by name, and which of them a parameter has.
+        rates: peak learning rates of "base" and "branch" parameters.
 
     Returns:
         {"losses": one a step, "seconds": of all the runs it took, "tokens"}.
@@ -81,7 +80,7 @@ def train(
         model=stage, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[Marker(report, steps)]
     )
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is the command's
-    trainer.rates, trainer.rate_of = rates, rate_of
+    trainer.rates = rates
     found = last_whole(folder)
     if found is not None and found.name == f"checkpoint-{steps}":  # the Trainer would take one more step
         load_trained(stage, found / TRAINED_FILE)
@@ -91,6 +90,11 @@ def train(
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     losses, seconds = [entry["loss"] for entry in history], history[-1]["seconds"] if history else 0.0
     return {"losses": losses, "seconds": seconds, "tokens": steps * recipe.rows * recipe.length}
+
+
+def kind_of(name: str) -> str:
+    """Which learning rate a parameter has."""
+    return "branch" if ".branches." in name else "base"
 
 
 def collate(rows: list[Row]) -> dict[str, Tensor]:
@@ -108,7 +112,6 @@ class StageTrainer(Trainer):
     """Checkpoints hold trained parameters only, in safetensors; base weights are where they came from."""
 
     rates: dict[str, float]
-    rate_of: Callable[[str], str]
     seconds = 0.0  # of earlier runs; counted on from the first step of this one
     started: float | None = None
 
@@ -116,7 +119,7 @@ class StageTrainer(Trainer):
         by_rate: dict[str, list[nn.Parameter]] = {name: [] for name in self.rates}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                by_rate[self.rate_of(name)].append(parameter)
+                by_rate[kind_of(name)].append(parameter)
         groups = [{"params": found, "lr": self.rates[name]} for name, found in by_rate.items() if found]
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
         return self.optimizer
