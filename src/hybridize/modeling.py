@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -15,6 +14,7 @@ from transformers.utils import can_return_tuple, logging
 
 from hybridize.attention import HybridAttention, HybridDecoderLayer, LayerContext
 from hybridize.cache import HybridCache
+from hybridize.content import open_chunk, rows_to_content, to_content
 from hybridize.errors import HybridizeError, bad
 from hybridize.generation import HybridGenerationMixin
 from hybridize.geometry import plan_of
@@ -129,7 +129,10 @@ class HybridModel(HeadOrder):
         cache = self._cache_for(cache if past_key_values is None else past_key_values, use_cache)
         chunk, order = open_chunk(hidden, attention_mask, cache, prompt_len)
         if order is not None:
-            hidden, position_ids = to_content(hidden, order), None if position_ids is None else _rows(position_ids, order)
+            hidden, position_ids = (
+                to_content(hidden, order),
+                None if position_ids is None else rows_to_content(position_ids, order),
+            )
         context = self.context(hidden, chunk, cache, position_ids)
         keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states, aux = [], {}
@@ -174,43 +177,6 @@ class HybridModel(HeadOrder):
         if cache.plan.assignment != self.plan.assignment or cache.plan.operators != self.plan.operators:
             raise bad("past_key_values", "a cache of another plan", "a cache made by this model (model.new_cache())")
         return cache
-
-
-def open_chunk(
-    hidden: Tensor, attention_mask: Tensor | None, cache: HybridCache | None, prompt_len: Tensor | None
-) -> tuple[Chunk, Tensor | None]:
-    """The chunk of one call, and the column order that puts real tokens first ([B, T]; None: no padding)."""
-    batch, tokens = hidden.shape[:2]
-    past = cache.get_seq_length() if cache is not None else 0
-    valid = None
-    if attention_mask is not None:
-        # a static cache's length is on the device: only the mask's last columns can be asked for
-        widths = (tokens, past + tokens) if isinstance(past, int) else (tokens, attention_mask.shape[-1])
-        if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in widths:
-            raise bad("attention_mask", f"shape {tuple(attention_mask.shape)}", f"[{batch}, {' or '.join(map(str, widths))}]")
-        valid = attention_mask[:, -tokens:].to(device=hidden.device, dtype=torch.bool)
-        if tokens == 1 and (cache is None or not isinstance(past, int)):
-            valid = None  # one token alone, or one step of a static cache: it is real
-        elif not torch.compiler.is_compiling() and bool(valid.all()):
-            valid = None
-    order = None if valid is None else (~valid).to(torch.uint8).argsort(dim=1, stable=True)
-    count = None if valid is None else valid.sum(dim=1)
-    if cache is None:
-        positions = torch.arange(tokens, device=hidden.device)[None]
-        prompt_len = None if prompt_len is None else prompt_len.to(hidden.device)
-        return Chunk(positions, 0, count, prompt_len, batch), order
-    if prompt_len is not None:
-        cache.start_prompt(prompt_len.to(hidden.device))
-    return cache.begin(batch, tokens, count, hidden.device), order
-
-
-def to_content(x: Tensor, order: Tensor) -> Tensor:
-    """Reorder the columns of x [B, T, E] by order [B, T]."""
-    return x.gather(1, order[..., None].expand_as(x))
-
-
-def _rows(ids: Tensor, order: Tensor) -> Tensor:
-    return ids.expand_as(order).gather(1, order)
 
 
 class HybridForCausalLM(HeadOrder, HybridGenerationMixin):
