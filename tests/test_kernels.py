@@ -1,4 +1,4 @@
-"""Triton kernels against the torch reference, forward and backward; on a CPU in Triton's interpreter (fp32 only there)."""
+"""Triton kernels against the torch reference, forward and backward, in Triton's interpreter (fp32 only there)."""
 
 import pytest
 import torch
@@ -6,17 +6,19 @@ import torch._dynamo.testing
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hybridize as hz
-from conftest import make_base, make_hybrid, make_plan
+from conftest import BASES, make_base, make_hybrid, make_plan
 from hybridize.kernels import dispatch
 from hybridize.operators.banded import banded_attention
 from hybridize.operators.contract import write_at
 
 pytest.importorskip("triton")
+from hybridize.kernels import proof
 from hybridize.kernels.decode import one_token_attention
+from hybridize.kernels.matvec import matvec
 from hybridize.kernels.rotary import rotate
 from hybridize.kernels.window import window_attention
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu"  # scripts/gpu_check.py is the GPU's
 
 
 @pytest.fixture(autouse=True)
@@ -304,6 +306,36 @@ def test_decode_kernel_is_the_definition(case, ragged):
     assert out.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("e", [1, 48, 1024, 2500])
+@pytest.mark.parametrize("sizes", [(7,), (5, 1), (6, 2, 3)])
+def test_matvec_kernel_is_the_linear_layers(e, sizes):
+    x = torch.randn(1, e, device=DEVICE)
+    weights = [torch.randn(n, 2 * e, device=DEVICE)[:, :e] for n in sizes]
+    torch.testing.assert_close(matvec(x, weights), torch.cat([x @ w.T for w in weights], dim=1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_a_step_of_one_row_is_the_modules_own(family, ids, monkeypatch):
+    """Biases, no biases; a layer that is more than its weight keeps its own forward."""
+    model = make_hybrid(make_base(family, num_attention_heads=3), "window")
+    found, calls = [], []
+    monkeypatch.setattr("hybridize.kernels.matvec.matvec", lambda x, w: calls.append(len(w)) or matvec(x, w))
+    for chosen in ("reference", "triton"):
+        monkeypatch.setenv("HYBRIDIZE_KERNELS", chosen)
+        for max_tokens in (None, 48):
+            cache = model.new_cache(max_tokens)
+            with torch.no_grad():
+                model(ids[:1, :20], past_key_values=cache)
+                found.append(model(ids[:1, 20:21], past_key_values=cache).logits)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=2e-5)
+    assert calls == [3, 1, 2, 1] * 3 * 2
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, out: out * 0)
+    with torch.no_grad():
+        model(ids[:1, 21:22], past_key_values=cache)
+    assert calls[24:] == [3, 1, 1, *[3, 1, 2, 1] * 2]
+
+
 TAKEN = {  # rows' counts, [(groups, columns, sinks, ring, re-based, from a start)]
     "room behind": ([7, 130], [(2, 140, 0, False, False, False)]),
     "an empty cache": ([0, 0], [(1, 20, 0, False, False, False), (1, 9, 2, True, False, False)]),
@@ -369,11 +401,12 @@ def test_generation_on_the_kernels(ids, operator, monkeypatch):
     assert all(torch.equal(answers[0], other) for other in answers[1:])
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("operator", ["window", "linear"])
-def test_a_compiled_step_has_one_graph_with_the_kernels_in_it(ids, operator, monkeypatch):
+def test_a_compiled_step_has_one_graph_with_the_kernels_in_it(ids, operator, rows, monkeypatch):
     monkeypatch.setenv("HYBRIDIZE_KERNELS", "triton")
     model = make_hybrid(make_base("qwen3"), operator)
-    cache, eager = model.new_cache(48), model.new_cache(48)
+    cache, eager, ids = model.new_cache(48), model.new_cache(48), ids[:rows]
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
     step = torch.compile(model, backend=counter, fullgraph=True)
@@ -389,8 +422,6 @@ def test_a_compiled_step_has_one_graph_with_the_kernels_in_it(ids, operator, mon
 
 def test_kernels_prove_themselves(monkeypatch):
     """A kernel that computes something else, or none, is found out on the device, and the reference runs."""
-    from hybridize.kernels import proof
-
     device = torch.device(DEVICE)
     assert proof.why_wrong(device, torch.float32, 16) is None
     real = proof.window_attention

@@ -19,6 +19,7 @@ from hybridize.operators.contract import Chunk, Heads, OneToken
 from hybridize.operators.linear import Branch, branches_of
 from hybridize.operators.registry import branches_for, build_operator
 from hybridize.plan import AttentionPlan
+from hybridize.projections import gated_mlp, project, row_kernels
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -106,9 +107,9 @@ class HybridAttention(HeadLayout):
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, dict[str, Tensor]]:
         """hidden [B, T, E] (normed input of the layer) to (output of o_proj [B, T, E], aux of the operators)."""
         shape = (*hidden.shape[:-1], -1, self.head_dim)
-        q_raw = self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2)
-        k_raw = self.k_norm(self.k_proj(hidden).view(shape)).transpose(1, 2)
-        v = self.v_proj(hidden).view(shape).transpose(1, 2)
+        row = row_kernels(hidden, context.cache, self.head_dim)
+        q_raw, k_raw, v = (x.view(shape) for x in project(hidden, (self.q_proj, self.k_proj, self.v_proj), row))
+        q_raw, k_raw, v = self.q_norm(q_raw).transpose(1, 2), self.k_norm(k_raw).transpose(1, 2), v.transpose(1, 2)
         cache = context.cache
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_raw, k_raw, v, *self.operators.parameters()))
         kernels = None
@@ -122,13 +123,13 @@ class HybridAttention(HeadLayout):
                 views = [op.one_token(heads, st) for op, heads, st in zip(self.operators, spans, states, strict=True)]
                 out = self._launch(kernels, q_raw, views, [k_raw, v, *context.rotation])
                 self._add_beside(out, spans, states)
-                return self.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:-1], -1)), {}
+                return project(out.transpose(1, 2).reshape(*hidden.shape[:-1], -1), (self.o_proj,), row)[0], {}
             shared = [False] * len(shared)
         q, k = rotated(q_raw, k_raw, context.rotation)
         spans = self._spans(q, k, v, q_raw, k_raw, hidden, context)
         room = None if trains else self._room(q, spans)
         outputs, aux = self._run(q, spans, states, shared, kernels)
-        return self.o_proj(_join(spans, outputs, room).reshape(*hidden.shape[:-1], -1)), aux
+        return project(_join(spans, outputs, room).reshape(*hidden.shape[:-1], -1), (self.o_proj,), row)[0], aux
 
     def _run(
         self, q: Tensor, spans: Sequence[Heads], states: Sequence[Any], shared: Sequence[bool], kernels: Any
@@ -263,4 +264,5 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         """hidden [B, T, E] to (hidden [B, T, E], aux of the layer's operators)."""
         attended, aux = self.self_attn(self.input_layernorm(hidden), context)
         hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), aux
+        row = row_kernels(hidden, context.cache, self.self_attn.head_dim)
+        return hidden + gated_mlp(self.mlp, self.post_attention_layernorm(hidden), row), aux

@@ -24,7 +24,7 @@ REMOTE_MODULES = (
     "operators.specs", "costs", "plan", "operators.contract", "operators.dense", "operators.banded", "operators.full",
     "operators.snapkv", "operators.window", "operators.recurrence", "operators.linear", "operators.joint",
     "operators.registry", "cache",
-    "layout", "content", "attention", "generation", "geometry", "modeling", "families",
+    "layout", "content", "projections", "attention", "generation", "geometry", "modeling", "families",
 )  # fmt: skip
 LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "NOTICE", "USE_POLICY.md")
 

@@ -75,6 +75,7 @@ def one_token_attention(
             HAS_START_A=start[a].numel() > 0, HAS_START_B=start[spans[1]].numel() > 0,
             RING_A=len(new) > 0 and rings[a], RING_B=len(new) > 0 and rings[spans[1]],
             TWO=two, NEW=len(new) > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+            enable_fp_fusion=False,  # RoPE rounds as the base rounds
         )  # fmt: skip
         first += launched
     join_kernel[(b * h,)](

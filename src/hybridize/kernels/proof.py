@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hybridize.kernels.decode import one_token_attention
+from hybridize.kernels.matvec import matvec
 from hybridize.kernels.rotary import rotate
 from hybridize.kernels.window import window_attention
 
@@ -25,6 +26,7 @@ def why_wrong(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
             torch.manual_seed(0)
             errors = _window_errors(device, dtype, head_dim) | _decode_errors(device, dtype, head_dim)
             errors |= _token_errors(device, dtype, head_dim) | _rotary_errors(device, dtype, head_dim)
+            errors |= _matvec_errors(device, dtype)
     except Exception as error:  # a compiler's failure can be of any type, and the reference is there
         return f"they fail on this device ({type(error).__name__}: {error})"
     wrong = {name: value for name, value in errors.items() if not value <= LIMIT[dtype]}  # NaN is wrong too
@@ -98,6 +100,11 @@ def _rotary_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> d
     pairs = [*zip(mine, theirs, strict=True)]
     pairs += zip(*(torch.autograd.grad(out, leaves, weights) for out in (mine, theirs)), strict=True)
     return {"rotary": max(_error(a, b.float()) for a, b in pairs)}
+
+
+def _matvec_errors(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    x, *weights = (torch.randn(n, 1500, device=device, dtype=dtype) for n in (1, 40, 24, 8))
+    return {"matvec": _error(matvec(x, weights), x.float() @ torch.cat(weights).float().T)}
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
