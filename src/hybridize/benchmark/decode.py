@@ -15,7 +15,7 @@ from transformers.utils import logging
 from hybridize.benchmark.attention import BACKENDS, only
 from hybridize.benchmark.shapes import Shape
 from hybridize.benchmark.subject import STOCK, Subject
-from hybridize.benchmark.timing import Ceilings, Step, Timing, captured, interleaved, speed
+from hybridize.benchmark.timing import Ceilings, Step, Timing, captured, interleaved, release, speed
 from hybridize.kernels.dispatch import kernels_for
 from hybridize.operators.specs import Window
 
@@ -125,7 +125,7 @@ def largest_batch_rows(of: Subject, context: int) -> list[dict[str, Any]]:
     found = {}
     for variant, plan in of.plans.items():
         of.cut(variant)
-        torch.cuda.empty_cache()
+        release()
         free, _ = torch.cuda.mem_get_info()
         batch = int(0.97 * free / plan.cache_bytes(context + ROOM, 1, of.dtype))
         while batch:
@@ -134,7 +134,7 @@ def largest_batch_rows(of: Subject, context: int) -> list[dict[str, Any]]:
                 break
             except torch.OutOfMemoryError:
                 batch = int(0.97 * batch)
-                torch.cuda.empty_cache()
+                release()
     rows, most = [], found["base"][0]
     for variant, (batch, timing) in found.items():
         plan = of.plan(variant)

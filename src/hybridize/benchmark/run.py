@@ -14,7 +14,7 @@ from hybridize.benchmark.attention import attention_rows
 from hybridize.benchmark.decode import ROOM, decode_rows, kernel_decode_rows, largest_batch_rows, ragged_rows
 from hybridize.benchmark.shapes import Shape, random_models, shape_named
 from hybridize.benchmark.subject import Subject
-from hybridize.benchmark.timing import Ceilings, measured_ceilings
+from hybridize.benchmark.timing import Ceilings, measured_ceilings, release
 from hybridize.benchmark.whole import prefill_rows, train_rows
 from hybridize.errors import bad
 from hybridize.geometry import geometry_of
@@ -129,8 +129,7 @@ def bench(
     rows: list[dict[str, Any]] = []
     for i, (name, run) in enumerate(pieces):
         rows += step(name, run)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        release()
         report("bench", i + 1, len(pieces))
     kernels = kernels_for("window", torch.empty(1, shape.heads, 1, shape.head_dim, device=device, dtype=dtype)) is not None
     which = "Triton kernels" if kernels else "the torch reference: not what a GPU would run"

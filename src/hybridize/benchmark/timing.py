@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -117,6 +118,14 @@ def captured(run: Callable[[], object], device: torch.device, graph: bool = True
         return kept, run  # what the graph reads and writes lives as long as it does
 
     return replay
+
+
+def release() -> None:
+    """Give back what finished steps held: graphs and their caches refer to one another, and stay until they are collected."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
