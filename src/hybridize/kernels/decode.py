@@ -64,7 +64,7 @@ def one_token_attention(
             strides += [*near.stride()[:2], *k[i].stride()[:3], *v[i].stride()[:3]]
             strides += [0 if x.shape[0] == 1 else x.stride(0) for x in (count[i], begin)]
         launched = sum(groups[i] for i in set(spans))
-        decode_kernel[(splits, b * launched)](
+        decode_kernel[(splits * b * launched,)](  # one axis: the others end at 65535, and thousands of small caches fit
             q, *token, parts, lse, *tensors, *q.stride()[:2], *token_strides, *strides,
             launched, h, groups[a], first, splits, *(k[i].shape[2] for i in spans), scale * LOG2E,
             R=r, D=d, BLOCK_D=triton.next_power_of_2(d), BLOCK_R=max(16, triton.next_power_of_2(r)),

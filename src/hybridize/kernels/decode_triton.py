@@ -125,7 +125,7 @@ def decode_kernel(
 
     NEW: queries and the new token's keys come without RoPE, and the token is written into the spans' memory.
     """
-    split, bg = tl.program_id(0), tl.program_id(1)
+    split, bg = tl.program_id(0) % splits, tl.program_id(0) // splits
     b, g = (bg // G).to(tl.int64), (bg % G).to(tl.int64)
     rows, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     h = (first_group + g) * R + rows
