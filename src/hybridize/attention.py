@@ -64,6 +64,7 @@ class HybridAttention(HeadLayout):
         self.q_norm: nn.Module = base.q_norm if hasattr(base, "q_norm") else nn.Identity()
         self.k_norm: nn.Module = base.k_norm if hasattr(base, "k_norm") else nn.Identity()
         self.operators = nn.ModuleList()
+        self.held: dict[int, Branch] | None = None  # learned parameters that no plan may lose
         self.use_plan(plan)
 
     def use_plan(self, plan: AttentionPlan, branches: Mapping[int, Branch] | None = None) -> None:
@@ -75,7 +76,9 @@ class HybridAttention(HeadLayout):
         spans = plan.spans(self.layer)
         self.wanted_order = plan.group_order(self.layer)
         self.span_sizes = [len(groups) for _, groups in spans]
-        had = {**self.branches(), **(branches or {})}
+        had = {**(self.held or {}), **self.branches(), **(branches or {})}
+        if self.held is not None:
+            self.held.update(had)
         operators = []
         with torch.device(self.device):
             for name, groups in spans:

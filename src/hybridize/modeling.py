@@ -227,6 +227,18 @@ class HybridForCausalLM(HeadOrder, HybridGenerationMixin):
         finally:
             self.set_plan(before, had)
 
+    @contextmanager
+    def holding_branches(self) -> Iterator[None]:
+        """Inside a `with` block no plan loses learned parameters: a group that is linear again has those it had."""
+        outer = [attention for attention in self.attentions() if attention.held is None]
+        for attention in outer:
+            attention.held = dict(attention.branches())
+        try:
+            yield
+        finally:
+            for attention in outer:
+                attention.held = None
+
     def branches(self) -> list[dict[int, Branch]]:
         """Learned parameters beside the base's, for each layer by group."""
         return [attention.branches() for attention in self.attentions()]

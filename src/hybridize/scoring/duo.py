@@ -10,8 +10,7 @@ The paper trains 2000 steps on 8 GPUs; the default here is a small fraction of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,26 +18,12 @@ from torch import Tensor, nn
 
 from hybridize.answers import Batch, batches
 from hybridize.data.needles import Prompt
-from hybridize.operators.contract import Heads, Operator, State
-from hybridize.operators.registry import build_operator
+from hybridize.morphing import morphing
 from hybridize.operators.specs import Window, spec_to_dict
 from hybridize.plan import AttentionPlan
 from hybridize.scores import Scores
 
 STEPS, LEARNING_RATE, PRICE = 100, 0.02, 0.05
-
-
-class Gated(Operator):
-    """gate * full + (1 - gate) * cheap, a gate a group: row `layer` of gates [L, G], fp32."""
-
-    def __init__(self, full: Operator, cheap: Operator, gates: Tensor, layer: int) -> None:
-        super().__init__()
-        self.full, self.cheap, self.gates, self.layer = full, cheap, gates, layer
-
-    def forward(self, heads: Heads, state: State | None) -> tuple[Tensor, dict[str, Tensor]]:
-        gate = self.gates[self.layer].repeat_interleave(heads.q.shape[1] // heads.k.shape[1])[None, :, None, None]
-        full, near = (operator(heads, None)[0].float() for operator in (self.full, self.cheap))
-        return (gate * full + (1 - gate) * near).to(heads.q.dtype), {}
 
 
 def duo_scores(
@@ -70,7 +55,7 @@ def duo_scores(
                 teacher = [_answer_states(model, batch) for batch in chosen]
             gates = nn.Parameter(torch.ones(geometry.layers, geometry.kv_heads, device=model.device))
             optimizer = torch.optim.AdamW([gates], lr=LEARNING_RATE, weight_decay=0.0)
-            with _gated(model, cheap, gates), torch.enable_grad():
+            with morphing(model, cheap, gates), torch.enable_grad():
                 for step in range(steps):
                     i = step % len(chosen)
                     error = (_answer_states(model, chosen[i]) - teacher[i])[chosen[i].real]
@@ -101,17 +86,3 @@ def _answer_states(model: Any, batch: Batch) -> Tensor:
     """Final hidden states where answer tokens are predicted, fp32 [B, A, E]."""
     hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
     return hidden.gather(1, batch.columns[..., None].expand(-1, -1, hidden.shape[-1])).float()
-
-
-@contextmanager
-def _gated(model: Any, cheap: Window, gates: Tensor) -> Iterator[None]:
-    """Every layer of a model under its base plan runs both branches, until the `with` block ends."""
-    attentions = list(model.attentions())
-    before = [attention.operators for attention in attentions]
-    for layer, attention in enumerate(attentions):
-        attention.operators = nn.ModuleList([Gated(attention.operators[0], build_operator(cheap), gates, layer)])
-    try:
-        yield
-    finally:
-        for attention, operators in zip(attentions, before, strict=True):
-            attention.operators = operators
