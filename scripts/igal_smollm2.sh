@@ -6,7 +6,7 @@
 set -e
 : "${TEXT:?}" "${EVAL:?}" "${BUDGETS:=0.0625 0.125 0.25}" "${SEEDS:=0}" "${DEVICE:=cuda}" "${STEPS:=200}" "${JOBS:=4}"
 : "${CONTROLS:=none lowest random-groups-0 all-window all-wide important-wide important-full}"
-: "${LINEAR:=degree=2,dim=32}" "${OUT:=igal}" "${MODEL:=smollm2}" "${KINDS:=words+code+friend+multikey}"
+: "${LINEAR:=degree=2,dim=32}" "${OUT:=igal}" "${MODEL:=smollm2}" "${KINDS:=words+code+friend+multikey}" "${TRAIN:=}"
 : "${LENGTHS:=1024, 2048, 4096, 8192, 16384, 32768}" "${PROMPTS:=50}" "${LIMIT:=500}" "${WINDOWS:=8}"
 : "${RULER:=niah_single_1, niah_single_2, niah_single_3, niah_multikey_1}"
 
@@ -15,7 +15,7 @@ if [ "$1" = one ]; then # BUDGET CONTROL SEED
   more=""
   [ "$3" = none ] || more="--control $3"
   [ -e "$OUT/$name" ] || hybridize convert "$MODEL" --method igal --budget "$2" --linear "$LINEAR" $more \
-    --scores "$OUT/scores/scores.json" --train "steps=$STEPS,kinds=$KINDS,seed=$4" --train-text "$TEXT" \
+    --scores "$OUT/scores/scores.json" --train "steps=$STEPS,kinds=$KINDS,seed=$4$TRAIN" --train-text "$TEXT" \
     --lengths 1024 --test-prompts 20 --batch-tokens 32768 --device-map "$DEVICE" --out "$OUT/$name" >"$OUT/$name.log" 2>&1
   exit
 fi
@@ -47,7 +47,7 @@ END
   python scripts/keep_results.py "$OUT/compared-$2/compare.json" "igal_smollm2_$2"
   exit
 fi
-export TEXT EVAL BUDGETS SEEDS DEVICE STEPS JOBS CONTROLS LINEAR OUT MODEL KINDS LENGTHS PROMPTS LIMIT WINDOWS RULER
+export TRAIN TEXT EVAL BUDGETS SEEDS DEVICE STEPS JOBS CONTROLS LINEAR OUT MODEL KINDS LENGTHS PROMPTS LIMIT WINDOWS RULER
 mkdir -p "$OUT"
 [ -e "$OUT/scores" ] ||
   hybridize score "$MODEL" --selector echo --prompts 32 --batch-tokens 32768 --device-map "$DEVICE" --out "$OUT/scores"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridize.data.needles import KINDS, Haystack, needle_prompt
+from hybridize.data.passkeys import PASSKEYS, passkeys_prompt
 from hybridize.errors import bad
 
 
@@ -25,7 +26,7 @@ class Mixture:
     Args:
         tokenizer: a transformers tokenizer.
         text: where haystacks and stretches are taken from, at seeded places.
-        kinds: needle kinds, in turn. text_share: share of rows that are text, spread evenly, 0..1.
+        kinds: needle kinds and "passkeys", in turn. text_share: share of rows that are text, spread evenly, 0..1.
 
     Raises:
         HybridizeError: an unknown kind, a share outside 0..1, or too little text for the length.
@@ -34,8 +35,8 @@ class Mixture:
     def __init__(
         self, tokenizer: Any, text: str, *, count: int, length: int, kinds: Sequence[str], text_share: float, seed: int
     ) -> None:
-        if unknown := [kind for kind in kinds if kind not in KINDS]:
-            raise bad("kinds", unknown[0], f"one of {sorted(KINDS)}")
+        if unknown := [kind for kind in kinds if kind not in (*KINDS, PASSKEYS)]:
+            raise bad("kinds", unknown[0], f"one of {[*sorted(KINDS), PASSKEYS]}")
         if not 0 <= text_share <= 1 or (text_share < 1 and not kinds):
             raise bad("text_share", text_share, "a share between 0 and 1 (1 where no kinds are named)")
         self.hay = Haystack(tokenizer, text)
@@ -54,5 +55,8 @@ class Mixture:
         if texts > int(index * self.text_share + 1e-9):
             return Row(tuple(self.hay.stretch(self.length, rng)), 1)
         kind = self.kinds[(index - texts) % len(self.kinds)]
-        prompt = needle_prompt(self.hay, kind, self.length, rng.random(), rng)
+        if kind == PASSKEYS:
+            prompt = passkeys_prompt(self.hay, self.length, rng)
+        else:
+            prompt = needle_prompt(self.hay, kind, self.length, rng.random(), rng)
         return Row(prompt.ids, prompt.prompt_len)

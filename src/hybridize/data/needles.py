@@ -204,7 +204,7 @@ def needle_prompt(hay: Haystack, kind_name: str, length: int, depth: float, rng:
     body = hay.stretch(room, rng)
     places = [depth, *(rng.random() for _ in range(kind.decoys))]
     for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: -pair[0]):
-        cut = _sentence_end(hay, body, round(place * room))
+        cut = sentence_end(hay, body, round(place * room))
         body = body[:cut] + needle + body[cut:]
     ids = head + body + tail + whole
     text = (len(head), len(head) + len(body))
@@ -214,8 +214,8 @@ def needle_prompt(hay: Haystack, kind_name: str, length: int, depth: float, rng:
     return Prompt(tuple(ids), prompt_len, kind_name, length, depth, value, (at, at + len(asked)), text)
 
 
-def _sentence_end(hay: Haystack, body: list[int], wanted: int) -> int:
-    # the nearest place right behind a sentence, so that the needle reads as a sentence of its own
+def sentence_end(hay: Haystack, body: list[int], wanted: int) -> int:
+    """The nearest place right behind a sentence, so that the needle reads as a sentence of its own."""
     for step in range(64):
         for place in (wanted - step, wanted + step):
             if place in (0, len(body)) or (0 < place < len(body) and body[place - 1] in hay.enders):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hybridize.answers import Batch, batches
 from hybridize.data.needles import Prompt
 from hybridize.morphing import morphing
-from hybridize.operators.specs import Window, spec_to_dict
+from hybridize.operators.specs import OperatorSpec, spec_to_dict
 from hybridize.plan import AttentionPlan
 from hybridize.scores import Scores
 
@@ -29,7 +29,7 @@ STEPS, LEARNING_RATE, PRICE = 100, 0.02, 0.05
 def duo_scores(
     model: Any,
     prompts: Sequence[Prompt],
-    cheap: Window,
+    cheap: OperatorSpec,
     *,
     steps: int = STEPS,
     price: float = PRICE,

@@ -6,6 +6,9 @@ Source: "NLL-Guided Full-Attention Layer Selection for Training-Free Sliding-Win
 
 `base="window"` is the paper's score: everything cheap, one unit at a time restored. `base="full"` drops one at a time
 from the full model. `greedy_scores` is our extension: after each pick, score the rest again on top of it.
+
+`measure="kl"` puts the KL from the base's next-token distribution, at the same answer tokens, in the NLL's place: with
+base="window" that is KL-guided selection (arXiv 2512.20569).
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from hybridize.answers import batches
+from hybridize.answers import Batch, answer_logits, batches, run_answers
 from hybridize.data.needles import Prompt
 from hybridize.errors import bad
 from hybridize.operators.specs import OperatorSpec, spec_to_dict
@@ -51,6 +56,7 @@ def nll_scores(
     cheap: OperatorSpec,
     *,
     base: str = "window",
+    measure: str = "nll",
     unit: str = "layer",
     batch_tokens: int = 8192,
     progress: Progress | None = None,
@@ -61,7 +67,7 @@ def nll_scores(
         model: a hybrid model (any plan); its plan is restored afterwards.
         prompts: with answers that need far context.
         cheap: what a unit runs when it is not kept; its decode mode is the one scored.
-        base: "window" (restore one, the paper's) or "full" (drop one).
+        base: "window" (restore one, the paper's) or "full" (drop one). measure: "nll" or "kl".
         unit: "layer" or "group".
         batch_tokens: padded tokens a batch.
         progress: called with (batches done, batches).
@@ -77,12 +83,14 @@ def nll_scores(
     toggled = [
         plan_with(units, [i] if base == "window" else [j for j in everything if j != i], model.plan, cheap) for i in everything
     ]
+    if measure not in ("nll", "kl"):
+        raise bad("measure", measure, "'nll' or 'kl'")
     groups = list(batches(prompts, batch_tokens, model.device))
     rows: list[np.ndarray] = []
     layers_run = 0
     with model.temporary_plan(reference):
         for done, batch in enumerate(groups):
-            runner = SuffixRunner(model, batch)
+            runner = SuffixRunner(model, batch, kl_from_base(model, batch) if measure == "kl" else None)
             start = runner.base(reference)
             ends = torch.stack([runner.toggled(plan, units[i][0]) for i, plan in enumerate(toggled)], dim=1)
             delta = start[:, None] - ends if base == "window" else ends - start[:, None]
@@ -93,8 +101,21 @@ def nll_scores(
     samples = np.concatenate(rows)
     if unit == "group":
         samples = samples.reshape(len(samples), model.plan.geometry.layers, -1)
-    selector = "nll" if base == "window" else "drop"
+    selector = measure if base == "window" else "drop" if measure == "nll" else "kl-drop"
     return Scores(unit, samples, _provenance(selector, model, prompts, cheap, layers_run / len(groups)))
+
+
+def kl_from_base(model: Any, batch: Batch) -> Callable[[Tensor], Tensor]:
+    """A measure: mean KL(base || model) over each row's answer tokens, nats, [B]."""
+    with model.temporary_plan(AttentionPlan.base(model.plan.geometry)):
+        wanted = run_answers(model, batch).log_softmax(-1)
+
+    def measure(hidden: Tensor) -> Tensor:
+        given = answer_logits(model, hidden, batch).log_softmax(-1)
+        each = F.kl_div(given, wanted, reduction="none", log_target=True).sum(-1)
+        return (each * batch.real).sum(1) / batch.real.sum(1)
+
+    return measure
 
 
 def greedy_scores(

@@ -7,11 +7,12 @@ from typing import Any
 
 from hybridize.data.needles import CALIBRATION_KINDS, Prompt
 from hybridize.errors import bad
-from hybridize.operators.specs import Window
+from hybridize.operators.specs import OperatorSpec, Window
 from hybridize.plan import units_for_budget
 from hybridize.scores import Scores
 from hybridize.scoring.duo import duo_scores
 from hybridize.scoring.echo import echo_scores
+from hybridize.scoring.halo import halo_scores
 from hybridize.scoring.lazy import lazy_scores
 from hybridize.scoring.nll import greedy_scores, nll_scores
 from hybridize.scoring.retrieval import retrieval_scores
@@ -23,6 +24,8 @@ UNITS: dict[str, tuple[str, ...]] = {
     "greedy": ("layer", "group"),
     "backward": ("layer", "group"),
     "lazy": ("layer",),
+    "kl": ("layer", "group"),
+    "halo": ("layer",),
     "duo": ("group",),
     "echo": ("head", "group"),
     "retrieval": ("head", "group"),
@@ -53,7 +56,7 @@ def kinds_of(selector: str) -> tuple[str, ...]:
 def score(
     model: Any,
     prompts: Sequence[Prompt],
-    cheap: Window,
+    cheap: OperatorSpec,
     selector: str = DEFAULT_SELECTOR,
     *,
     budget: float = 0.25,
@@ -68,8 +71,11 @@ def score(
     """
     unit = unit_of(selector, unit)
     how: dict[str, Any] = {"batch_tokens": batch_tokens, "progress": progress}
-    if selector in ("nll", "drop"):
-        return nll_scores(model, prompts, cheap, base="window" if selector == "nll" else "full", unit=unit, **how)
+    if selector in ("nll", "drop", "kl"):
+        base, measure = "full" if selector == "drop" else "window", "kl" if selector == "kl" else "nll"
+        return nll_scores(model, prompts, cheap, base=base, measure=measure, unit=unit, **how)
+    if selector == "halo":
+        return halo_scores(model, prompts, cheap, **how)
     if selector in ("greedy", "backward"):
         geometry = model.plan.geometry
         units = geometry.layers * (1 if unit == "layer" else geometry.kv_heads)
@@ -78,6 +84,8 @@ def score(
         steps = max(1, units - kept) if backward else kept
         return greedy_scores(model, prompts, cheap, steps, backward=backward, unit=unit, **how)
     if selector == "lazy":
+        if not isinstance(cheap, Window):
+            raise bad("selector", "lazy", f"another one beside {cheap.label()}: it looks at what a window leaves out")
         return lazy_scores(model, prompts, cheap, batch_tokens=batch_tokens)
     if selector == "duo":
         return duo_scores(model, prompts, cheap, **how)

@@ -23,10 +23,11 @@ class Recipe:
         trains: "branches" (parameters beside the base's only), "lora" (and low-rank factors of q, k, v, o, merged at the
             end), "attention" (and q, k, v, o themselves), "all" weights.
         transfer_steps: steps of attention transfer before, on branches alone, at transfer_rate.
-        kl: weight of the KL from the untrained base, under its own plan, at learned tokens (0: none).
+        ce, kl: weights of the cross entropy, and of the KL from the untrained base under its own plan, at learned tokens.
         text_share: share of rows that are text. kinds: needles of the others.
         micro: rows a device runs at once (0: all of its share). checkpointing: recompute layers, for memory.
-        warmup: steps of rising rate; then a cosine to zero. clip: largest gradient norm.
+        warmup: steps of rising rate; then a cosine to `floor` times the peak. clip: largest gradient norm.
+        gate_rate, price: of a stage of gates (training/gates.py), which trains nothing else.
         lora_rank, lora_alpha: of "lora". save_every: steps between checkpoints. seed: of data and initial values.
     """
 
@@ -38,12 +39,16 @@ class Recipe:
     trains: str = "attention"
     transfer_steps: int = 0
     transfer_rate: float = 1e-2
+    ce: float = 1.0
     kl: float = 0.0
     text_share: float = 1 / 3
     kinds: tuple[str, ...] = CALIBRATION_KINDS
     micro: int = 0
     checkpointing: bool = False
     warmup: int = 10
+    floor: float = 0.0
+    gate_rate: float = 2e-2
+    price: float = 0.1
     clip: float = 1.0
     lora_rank: int = 8
     lora_alpha: int = 16
@@ -54,11 +59,17 @@ class Recipe:
         for name in ("steps", "transfer_steps", "micro", "warmup"):
             if getattr(self, name) < 0:
                 raise bad(f"train.{name}", getattr(self, name), "at least 0")
-        for name in ("rows", "length", "lora_rank", "lora_alpha", "save_every", "rate", "branch_rate", "clip"):
+        for name in ("rows", "length", "lora_rank", "lora_alpha", "save_every", "rate", "branch_rate", "gate_rate",
+                     "clip"):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise bad(f"train.{name}", getattr(self, name), "more than 0")
-        if self.kl < 0:
-            raise bad("train.kl", self.kl, "at least 0")
+        for name in ("ce", "kl", "price"):
+            if getattr(self, name) < 0:
+                raise bad(f"train.{name}", getattr(self, name), "at least 0")
+        if not 0 <= self.floor < 1:
+            raise bad("train.floor", self.floor, "a share of the peak rate, below 1")
+        if not self.ce and not self.kl:
+            raise bad("train.ce, train.kl", "0 and 0", "at least one of them above 0")
         if self.trains not in TRAINED:
             raise bad("train.trains", self.trains, f"one of {TRAINED}")
         if self.micro and self.rows % self.micro:

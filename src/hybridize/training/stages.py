@@ -25,12 +25,12 @@ Report = Callable[[int, int], None]
 
 
 class FineTune(nn.Module):
-    """Cross entropy of the tokens from each row's `start` on, and `kl` times the KL from a teacher there: a row's mean, then
-    the mean over rows."""
+    """`ce` times the cross entropy of the tokens from each row's `start` on, and `kl` times the KL from a teacher there: a
+    row's mean, then the mean over rows."""
 
-    def __init__(self, model: Any, teacher: Any = None, kl: float = 0.0) -> None:
+    def __init__(self, model: Any, teacher: Any = None, ce: float = 1.0, kl: float = 0.0) -> None:
         super().__init__()
-        self.model, self.kl = model, kl
+        self.model, self.ce, self.kl = model, ce, kl
         self.held = (teacher,)  # no module of this one: it is not trained, saved or shared out
 
     def forward(self, input_ids: Tensor, start: Tensor) -> dict[str, Tensor]:
@@ -38,7 +38,9 @@ class FineTune(nn.Module):
         hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
         learned = torch.arange(1, input_ids.shape[1], device=input_ids.device) >= start[:, None]
         states, (teacher,) = hidden[:, :-1][learned], self.held
-        losses = chunked_cross_entropy(states, self.model.lm_head, input_ids[:, 1:][learned])
+        losses = states.new_zeros(len(states), dtype=torch.float32)
+        if self.ce:
+            losses = self.ce * chunked_cross_entropy(states, self.model.lm_head, input_ids[:, 1:][learned])
         if teacher is not None:
             with torch.no_grad():
                 theirs = teacher.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1][learned]
@@ -66,8 +68,8 @@ def fine_tune(model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: R
             add_lora(model, recipe.lora_rank, recipe.lora_alpha)
         select(model, recipe.trains)
         rates = {"base": recipe.rate, "branch": recipe.branch_rate}
-        stage = FineTune(model, teacher, recipe.kl)
-        made = _run(stage, model, rows, recipe, folder, report, steps=recipe.steps, rates=rates)
+        stage = FineTune(model, teacher, recipe.ce, recipe.kl)
+        made = run_stage(stage, model, rows, recipe, folder, report, steps=recipe.steps, rates=rates)
         if recipe.trains == "lora":
             merge_lora(model)
         return made
@@ -78,12 +80,13 @@ def transfer(model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: Re
     with masters(model), teaching(model):
         select(model, "branches")
         rates = {"branch": recipe.transfer_rate}
-        return _run(Transfer(model), model, rows, recipe, folder, report, steps=recipe.transfer_steps, rates=rates)
+        return run_stage(Transfer(model), model, rows, recipe, folder, report, steps=recipe.transfer_steps, rates=rates)
 
 
-def _run(
+def run_stage(
     stage: nn.Module, model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: Report | None, **how: Any
 ) -> dict[str, Any]:
+    """`train`, with what a recipe says of memory."""
     if recipe.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     try:

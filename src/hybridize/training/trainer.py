@@ -37,12 +37,14 @@ def train(
 ) -> dict[str, Any]:
     """Train what `stage` leaves trainable; its forward gives {"loss"}, a mean over the rows it is given.
 
+    A stage may have `settle()`, called after every optimizer step, and `record()`, whose values are kept for every step.
+
     Args:
         folder: checkpoints; the last whole one is continued, to the same bits as if nothing had stopped it.
-        rates: peak learning rates of "base" and "branch" parameters.
+        rates: peak learning rates of "base", "branch" and "gate" parameters.
 
     Returns:
-        {"losses": one a step, "seconds": of all the runs it took, "tokens"}.
+        {"losses": one a step, "seconds": of all the runs it took, "tokens"}, and what the stage records.
 
     Raises:
         HybridizeError: nothing to train, or rows that cannot be shared out evenly over devices.
@@ -61,7 +63,8 @@ def train(
         max_steps=steps,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=recipe.rows // (micro * world),
-        lr_scheduler_type="cosine",
+        lr_scheduler_type="cosine_with_min_lr" if recipe.floor else "cosine",
+        lr_scheduler_kwargs={"min_lr_rate": recipe.floor} if recipe.floor else {},
         warmup_steps=min(recipe.warmup, steps // 2),
         max_grad_norm=recipe.clip,
         seed=recipe.seed,
@@ -89,11 +92,19 @@ def train(
         trainer.train(resume_from_checkpoint=str(found) if found else None)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     losses, seconds = [entry["loss"] for entry in history], history[-1]["seconds"] if history else 0.0
-    return {"losses": losses, "seconds": seconds, "tokens": steps * recipe.rows * recipe.length}
+    made = {"losses": losses, "seconds": seconds, "tokens": steps * recipe.rows * recipe.length}
+    return made | {name: [entry[name] for entry in history] for name in recorded(stage)}
+
+
+def recorded(stage: Any) -> dict[str, Any]:
+    """What a stage says of itself beside its loss, as JSON takes it."""
+    return stage.record() if hasattr(stage, "record") else {}
 
 
 def kind_of(name: str) -> str:
     """Which learning rate a parameter has."""
+    if name == "gates":
+        return "gate"
     return "branch" if ".branches." in name else "base"
 
 
@@ -129,7 +140,8 @@ class StageTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         assert self.started is not None
-        super().log({**logs, "seconds": self.seconds + time.perf_counter() - self.started}, start_time)
+        spent = {"seconds": self.seconds + time.perf_counter() - self.started}
+        super().log({**logs, **spent, **recorded(self.model)}, start_time)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.started is None:
@@ -155,6 +167,11 @@ class Marker(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
             write_text(Path(args.output_dir) / f"checkpoint-{state.global_step}" / WHOLE, "")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
+        stage = getattr(model, "module", model)
+        if hasattr(stage, "settle"):
+            stage.settle()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.report and state.is_world_process_zero:
