@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from hybridize.answers import answer_hits, batches, run_answers
 from hybridize.data.mixture import Mixture
+from hybridize.data.needles import needle_prompts
 from hybridize.data.text import load_text
 from hybridize.loading import Loaded
 from hybridize.plan import AttentionPlan
@@ -16,6 +18,8 @@ from hybridize.training.recipe import Recipe
 from hybridize.training.stages import fine_tune, is_trained, transfer
 from hybridize.training.trainer import load_trained, save_trained
 from hybridize.workflows import Report, silent
+
+WATCHED = ("number", "code")  # needles whose recall is watched while a stage trains
 
 
 def adapt(
@@ -35,12 +39,11 @@ def adapt(
     if any(model.branches()):
         stages.insert(0, ("transfer", recipe.transfer_steps, transfer, "branches"))
     given = (run, loaded, model, recipe, text, report)
-    return {name: _stage(name, steps, stage, trains, *given) for name, steps, stage, trains in stages if steps}
+    return {name: stage_step(name, stage, trains, *given, steps) for name, steps, stage, trains in stages if steps}
 
 
-def _stage(
+def stage_step(
     name: str,
-    steps: int,
     stage: Callable[..., dict[str, Any]],
     trains: str,
     run: RunFolder,
@@ -49,8 +52,13 @@ def _stage(
     recipe: Recipe,
     text: str,
     report: Report,
+    steps: int | None = None,
 ) -> dict[str, Any]:
-    """One stage as a step of the run: what it trained is a file beside its record, read back where it was done before."""
+    """One stage as a step of the run: what it trained is a file beside its record, read back where it was done before.
+
+    `trains` as in Recipe; `steps` None: the recipe's.
+    """
+    steps = recipe.steps if steps is None else steps
     file = run.path / TRAINING / f"{name}.safetensors"
     wanted = {n for n, _ in model.named_parameters() if is_trained(n, "attention" if trains == "lora" else trains)}
 
@@ -72,3 +80,23 @@ def _stage(
         load_trained(model, file, wanted)
     record: dict[str, Any] = run.step(name, make)
     return record
+
+
+def recall_of(loaded: Loaded, model: Any, text: str, recipe: Recipe) -> Callable[[], float]:
+    """Share of needles found by teacher-forced argmax, on 16 prompts of the recipe's length that no stage trains on."""
+    prompts = needle_prompts(
+        loaded.tokenizer, "\n\n".join(load_text(text)), length=recipe.length, count=16, kinds=WATCHED, seed=recipe.seed + 7919
+    )
+
+    @torch.no_grad()
+    def recall() -> float:
+        training = model.training
+        model.eval()
+        hits = []
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+            for batch in batches(prompts, 8192, model.device):
+                hits += answer_hits(run_answers(model, batch), batch).tolist()
+        model.train(training)
+        return sum(hits) / len(hits)
+
+    return recall

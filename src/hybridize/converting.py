@@ -14,37 +14,39 @@ from hybridize.errors import bad
 from hybridize.evaluation.suite import Proof, measures
 from hybridize.files import check_output_folder
 from hybridize.geometry import geometry_of
-from hybridize.methods import igal, nll
+from hybridize.methods import flashmorph, igal, nll
+from hybridize.morphed import morph
 from hybridize.operators.specs import Linear
 from hybridize.options import lengths_of, load_model, read_config, selection_of
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.report.card import write_card
 from hybridize.runs import RunFolder, quiet_libraries
 from hybridize.scores import Scores
+from hybridize.scoring.scorers import DEFAULT_SELECTOR, SCORERS
 from hybridize.terminal import Terminal
-from hybridize.training.recipe import Recipe, from_text
+from hybridize.training.recipe import Recipe, from_text, recipes_from_text
 from hybridize.verbs import note_resume, save_model, show_plan, write_run
 from hybridize.workflows import Selection, compute_scores, cost_rows, counted, hybrid_of, plan_of_scores, prove
 
-METHODS = {"nll": nll.DEFAULTS, "igal": igal.DEFAULTS}
+METHODS = {"nll": nll.DEFAULTS, "igal": igal.DEFAULTS, "flashmorph": flashmorph.DEFAULTS}
 
 
 def convert(terminal: Terminal, model: str, out: Path, method: str, **options: Any) -> None:
     """Score, plan, train where the method does, prove, save."""
-    ask, recipe = asked_of(method, options)
+    ask, recipes = asked_of(method, options)
     proof = Proof(options["test_prompts"], lengths_of(options["lengths"]), beyond=options["beyond"])
     given = Scores.load(options["scores"]) if options["scores"] is not None else None
     fixed = AttentionPlan.load(options["plan"]) if options["plan"] is not None else None
     if options["dry_run"]:
-        _dry_run(terminal, model, ask, given, fixed, options["trust_remote_code"])
-        if recipe is not None:
-            terminal.say(f"training: {recipe.label()}; {recipe.tokens:,} tokens")
+        _dry_run(terminal, model, method, ask, given, fixed, options["trust_remote_code"])
+        for name, recipe in recipes.items():
+            terminal.say(f"{name}: {recipe.label()}; {recipe.tokens:,} tokens")
         return
     text = options["train_text"] or ask.text
     config: dict[str, Any] = {"verb": "convert", "model": model, "method": method, "link": options["link"]}
     config |= {"select": ask.as_config(), "prove": proof.as_config()}
     config |= {"scores": str(options["scores"]), "plan": str(options["plan"])}
-    config["train"] = None if recipe is None else {**vars(recipe), "text": text}
+    config["train"] = {"text": text, **{name: vars(recipe) for name, recipe in recipes.items()}} if recipes else None
     with quiet_libraries():
         check_output_folder(out, options["overwrite"])
         loaded = load_model(model, options)
@@ -52,28 +54,33 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
         base = AttentionPlan.base(hybrid.plan.geometry)
         units = base.geometry.layers * (1 if ask.asked_unit == "layer" else base.geometry.kv_heads)
         units_for_budget(units, ask.budget)
-        if recipe is not None:
-            base.check_context(recipe.length, "train.length")
+        for recipe in recipes.values():
+            base.check_context(recipe.length if recipe.tokens else 1, "train.length")
         if fixed is not None:
             fixed.check_base(base.geometry)
         run = RunFolder(out, config, options["overwrite"])
         note_resume(terminal, run)
         seconds: dict[str, float] = {}
-        scores = given
+        trained: dict[str, Any] = {}
+        todo, scores = measures(loaded.tokenizer, proof, run.step), given
         with counted(seconds, "score"):
-            if scores is None and fixed is None and ask.needs_scores:
+            if scores is None and fixed is None and ask.needs_scores and method != "flashmorph":
                 scores = compute_scores(run, loaded, hybrid, ask, terminal.report)
-        chosen = fixed or plan_of_scores(scores, base, ask)
-        plans, trained, todo = {"full": base, "hybrid": chosen}, {}, measures(loaded.tokenizer, proof, run.step)
-        if recipe is not None:
+        if recipes:
             with counted(seconds, "prove"):  # while the weights are still the base's
                 prove(run, loaded, hybrid, {"full": base}, proof, terminal.report, todo)
-            with counted(seconds, "train"):
-                trained = adapt(run, loaded, hybrid, chosen, recipe, text, terminal.report)
-            tokens = sum(record["tokens"] for record in trained.values())
-            plans["hybrid"] = chosen = replace(chosen, provenance={**chosen.provenance, "trained_tokens": tokens})
-            if any(spec.kind == "linear" for spec in chosen.specs()):
-                plans["state off"] = chosen.without("linear")
+        with counted(seconds, "train"):
+            if method == "flashmorph":
+                scores, chosen, trained = morph(run, loaded, hybrid, ask, recipes, text, given, fixed, terminal.report)
+            else:
+                chosen = fixed or plan_of_scores(scores, base, ask)
+            if method == "igal":
+                trained = adapt(run, loaded, hybrid, chosen, recipes["train"], text, terminal.report)
+                tokens = sum(record["tokens"] for record in trained.values())
+                chosen = replace(chosen, provenance={**chosen.provenance, "trained_tokens": tokens})
+        plans = {"full": base, "hybrid": chosen}
+        if trained and any(spec.kind == "linear" for spec in chosen.specs()):
+            plans["state off"] = chosen.without("linear")
         hybrid.set_plan(chosen)
         with counted(seconds, "prove"):
             rows = prove(run, loaded, hybrid, plans, proof, terminal.report, todo)
@@ -84,11 +91,13 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
             else:
                 save_model(run, loaded, hybrid, scores, options["max_shard_size"])
     terminal.close()
-    spent = 0.0 if scores is given else sum(value for name, value in run.seconds.items() if name.startswith("score"))
-    cost = {"tokens": 0 if scores is given else ask.tokens, "seconds": spent}
+    cost: dict[str, Any] = {"tokens": 0, "seconds": 0.0}
+    if scores is not given and method != "flashmorph":  # whose selection has a record of its own
+        spent = sum(value for name, value in run.seconds.items() if name.startswith("score"))
+        cost = {"tokens": ask.tokens, "seconds": spent}
     for record in trained.values():
         cost = {name: cost[name] + record[name] for name in cost}
-    facts = {"model": model, **({"trained": recipe.label()} if recipe else {})}
+    facts = {"model": model, **{name: recipe.label() for name, recipe in recipes.items() if recipe.tokens}}
     write_run(run, f"{model} by {method}", chosen, scores, rows, seconds, facts, conversion=cost, training=trained)
     write_card(run.path / "README.md", base=model, plan=chosen, rows=rows, trained=bool(trained))
     _lift_model(run)
@@ -99,8 +108,8 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
     terminal.result({"out": str(folder), "rows": rows, "seconds": seconds, "layers": chosen.kept_layers})
 
 
-def asked_of(method: str, options: dict[str, Any]) -> tuple[Selection, Recipe | None]:
-    """What the options ask of a method, its own defaults filled in; the recipe is None for one that trains nothing.
+def asked_of(method: str, options: dict[str, Any]) -> tuple[Selection, dict[str, Recipe]]:
+    """What the options ask of a method, its own defaults filled in; recipes by stage, none for one that trains nothing.
 
     Raises:
         HybridizeError: an unknown method, options that exclude each other, or that the method does not have.
@@ -111,16 +120,29 @@ def asked_of(method: str, options: dict[str, Any]) -> tuple[Selection, Recipe | 
         raise bad("plan, scores", "both", "at most one of --plan and --scores")
     if method == "nll" and (given := [name for name in ("linear", "control", "train", "train_text") if options[name]]):
         raise bad(given[0], options[given[0]], "nothing: --method nll trains nothing and has no linear groups")
-    if method == "igal" and options["link"]:
+    if method != "nll" and options["link"]:
         raise bad("link", True, "no --link: the weights are trained, so they have to be written")
-    ask = selection_of({**options, **{k: v for k, v in METHODS[method].items() if options[k] is None}})
+    options = {**options, **{k: v for k, v in METHODS[method].items() if options[k] is None}}
+    selector = options["selector"]
+    if method == "flashmorph":
+        flashmorph.check_selector(selector, options["unit"])
+        if options["control"] is not None:
+            raise bad(
+                "control", options["control"], "none: FlashMorph's are selectors (--selector periodic-0, random-0, kl, ...)"
+            )
+        if selector not in SCORERS:
+            options |= {"selector": DEFAULT_SELECTOR}
+    ask = selection_of(options)
     if method == "nll":
-        return ask, None
+        return ask, {}
     near = {"window": ask.window, "sinks": ask.sinks, "sink_positions": ask.sink_positions}
+    if method == "flashmorph":
+        linear = from_text(Linear, options["linear"], "linear", {**flashmorph.LINEAR, **near})
+        return replace(ask, selector=selector, linear=linear), recipes_from_text(options["train"], flashmorph.STAGES)
     linear = from_text(Linear, options["linear"], "linear", near)
     ask = replace(ask, linear=linear, control=options["control"])
     _ = ask.needs_scores  # an unknown control is refused before anything is loaded
-    return ask, from_text(Recipe, options["train"], "train")
+    return ask, {"train": from_text(Recipe, options["train"], "train")}
 
 
 def _lift_model(run: RunFolder) -> None:
@@ -133,7 +155,13 @@ def _lift_model(run: RunFolder) -> None:
 
 
 def _dry_run(
-    terminal: Terminal, model: str, ask: Selection, given: Scores | None, fixed: AttentionPlan | None, trust: bool
+    terminal: Terminal,
+    model: str,
+    method: str,
+    ask: Selection,
+    given: Scores | None,
+    fixed: AttentionPlan | None,
+    trust: bool,
 ) -> None:
     with quiet_libraries():
         config = read_config(model, trust)
@@ -141,7 +169,9 @@ def _dry_run(
     if fixed is not None:
         fixed.check_base(base.geometry)
         made = fixed
-    elif given is not None or not ask.needs_scores:
+    elif method == "flashmorph" and ask.linear is not None and (given is not None or flashmorph.is_control(ask.selector)):
+        made = flashmorph.flashmorph_plan(given, base, ask.linear, ask.budget, ask.selector)
+    elif method != "flashmorph" and (given is not None or not ask.needs_scores):
         made = plan_of_scores(given, base, ask)
     else:
         layers, groups = base.geometry.layers, base.geometry.kv_heads
@@ -150,6 +180,9 @@ def _dry_run(
         what = "layers" if by_layer else "groups"
         terminal.say(f"which {keep} {what} stay is known after scoring; what they cost does not depend on it:")
         pairs = [divmod(unit, groups) for unit in range(keep * groups if by_layer else keep)]
-        made = AttentionPlan.from_groups(base.geometry, pairs, ask.cheap, kept=ask.linear)
+        if method == "flashmorph" and ask.linear is not None:
+            made = AttentionPlan.from_groups(base.geometry, pairs, ask.linear)
+        else:
+            made = AttentionPlan.from_groups(base.geometry, pairs, ask.cheap, kept=ask.linear)
     show_plan(terminal, made, memory_estimate(config, made, 8192, 1, "bfloat16"))
     terminal.result({"plan": made.to_dict(), "cost": cost_rows(made)})

@@ -20,12 +20,12 @@ from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded
 from hybridize.methods.igal import igal_plan, needs_scores
 from hybridize.methods.nll import plan_from_scores
-from hybridize.operators.specs import Linear, Window
+from hybridize.operators.specs import Linear, OperatorSpec, Window
 from hybridize.plan import AttentionPlan
 from hybridize.results import quality_row
 from hybridize.runs import RunFolder
 from hybridize.scores import Scores
-from hybridize.scoring.scorers import kinds_of, score, unit_of
+from hybridize.scoring.scorers import SCORERS, kinds_of, score, unit_of
 
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 Report = Callable[[str, float, int], None]  # (what, done, of)
@@ -39,7 +39,8 @@ def silent(what: str, done: float, of: int) -> None:
 class Selection:
     """How layers, or groups, are chosen, and what the others run. unit, kinds: None for the selector's own.
 
-    linear: what the chosen run (IGAL, of whose plans `control` names a control); None: what the base runs there.
+    linear: IGAL's, what the chosen run (`control` names a control of it), or FlashMorph's, what the others run; None: the
+        chosen run what the base does, the others a window.
     """
 
     selector: str = "drop"
@@ -82,6 +83,8 @@ class Selection:
 
     @property
     def asked_unit(self) -> str:
+        if self.linear is not None and self.selector not in SCORERS:
+            return self.unit or "layer"  # learned gates, or layers that need no scores (FlashMorph)
         return unit_of(self.selector, self.unit)
 
     @property
@@ -97,9 +100,18 @@ def hybrid_of(loaded: Loaded) -> Any:
 
 
 def compute_scores(
-    run: RunFolder, loaded: Loaded, model: Any, ask: Selection, report: Report = silent, step: str = "score"
+    run: RunFolder,
+    loaded: Loaded,
+    model: Any,
+    ask: Selection,
+    report: Report = silent,
+    step: str = "score",
+    cheap: OperatorSpec | None = None,
 ) -> Scores:
-    """Scores by `ask.selector`; one resumable step (named from `step` on) a prompt where prompts are scored one by one."""
+    """Scores by `ask.selector`; one resumable step (named from `step` on) a prompt where prompts are scored one by one.
+
+    `cheap`: what a unit runs that is not kept; None: the window that is asked for.
+    """
     AttentionPlan.base(model.plan.geometry).check_context(max(ask.lengths), "length")
     text, prompts = "\n\n".join(load_text(ask.text)), []
     for count, length in zip(ask.counts, ask.lengths, strict=True):
@@ -109,7 +121,7 @@ def compute_scores(
         made = score(
             model,
             chosen,
-            ask.cheap,
+            ask.cheap if cheap is None else cheap,
             ask.selector,
             budget=ask.budget,
             unit=ask.asked_unit,

@@ -134,6 +134,28 @@ def curve(series: Mapping[str, Sequence[float]], label: str) -> str:
     return _frame("".join(parts), label)
 
 
+def paths(series: Sequence[tuple[str, Sequence[float], bool]], label: str) -> str:
+    """Many values between 0 and 1 at every step, a thin line each; (name, values, chosen), the chosen ones stand out."""
+    steps = max(len(values) for _, values, _ in series)
+
+    def y(value: float) -> float:
+        return TOP + (1 - value) * (HEIGHT - TOP - BOTTOM)
+
+    def x(i: int) -> float:
+        return LEFT + 16 + i * (WIDTH - LEFT - 40) / max(1, steps - 1)
+
+    parts = [_axis(0.0, 1.0, y)]
+    parts += [_text(x(i), HEIGHT - BOTTOM + 16, str(i + 1)) for i in sorted({(steps - 1) * n // 4 for n in range(5)})]
+    for name, values, chosen in sorted(series, key=lambda each: each[2]):
+        points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(values))
+        parts.append(
+            f'<polyline class="path{" chosen" if chosen else ""}" data-series="{escape(name)}" points="{points}">'
+            f"<title>{escape(name)}: {values[-1]:.3f}</title></polyline>"
+        )
+    parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "step"))
+    return _frame("".join(parts), label)
+
+
 def scatter(points: Sequence[Mapping[str, Any]], x_label: str, y_label: str) -> str:
     """Quality over cost: a dot with its interval a point, its name beside it, and the line of those that none beats.
 

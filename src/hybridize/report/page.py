@@ -12,7 +12,8 @@ from markupsafe import Markup
 
 from hybridize.files import write_text
 from hybridize.plan import AttentionPlan
-from hybridize.report.charts import bars, curve, grid, lines, short
+from hybridize.report.charts import bars, grid, lines, short
+from hybridize.report.training import training_parts
 from hybridize.scores import Scores
 
 
@@ -33,7 +34,7 @@ def write_report(
     Args:
         rows: quality rows (design.md's results format); those of method "base" are the reference.
         facts: shown as name and value at the top.
-        seconds: per phase. training: for each stage its "losses".
+        seconds: per phase. training: for each stage its record (report/training.py).
     """
     base = AttentionPlan.base(plan.geometry)
     contexts = [2**i for i in range(10, 18)]
@@ -53,7 +54,7 @@ def write_report(
         heatmaps=[(name, _heatmap(rows, name)) for name in names],
         score_chart=None if scores is None else Markup(_score_chart(scores, plan)),
         score_unit=None if scores is None else scores.unit,
-        losses=Markup(curve({name: each["losses"] for name, each in training.items()}, "loss")) if training else None,
+        training=training_parts(training, plan),
         scorer=None if scores is None else scores.provenance.get("scorer"),
         cache_lines=costs("cache bytes over context", lambda p, n: p.cache_bytes(n, 1, dtype)),
         prefill_lines=costs("attention FLOPs of a prefill over context", AttentionPlan.prefill_flops),

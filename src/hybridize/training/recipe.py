@@ -27,6 +27,7 @@ class Recipe:
         text_share: share of rows that are text. kinds: needles of the others.
         micro: rows a device runs at once (0: all of its share). checkpointing: recompute layers, for memory.
         warmup: steps of rising rate; then a cosine to `floor` times the peak. clip: largest gradient norm.
+        watch: steps between looks at recall, whose best step is kept (0: the last step is).
         gate_rate, price: of a stage of gates (training/gates.py), which trains nothing else.
         lora_rank, lora_alpha: of "lora". save_every: steps between checkpoints. seed: of data and initial values.
     """
@@ -47,6 +48,7 @@ class Recipe:
     checkpointing: bool = False
     warmup: int = 10
     floor: float = 0.0
+    watch: int = 0
     gate_rate: float = 2e-2
     price: float = 0.1
     clip: float = 1.0
@@ -56,7 +58,7 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "transfer_steps", "micro", "warmup"):
+        for name in ("steps", "transfer_steps", "micro", "warmup", "watch"):
             if getattr(self, name) < 0:
                 raise bad(f"train.{name}", getattr(self, name), "at least 0")
         for name in ("rows", "length", "lora_rank", "lora_alpha", "save_every", "rate", "branch_rate", "gate_rate",
@@ -104,6 +106,25 @@ def from_text(cls: type[Asked], text: str | None, field: str, given: Mapping[str
             raise bad(field, part, f"KEY=VALUE with a KEY of {known}")
         made[name] = _value(value, kinds[name], f"{field}.{name}")
     return cls(**made)
+
+
+def recipes_from_text(text: str | None, defaults: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """Recipes of several stages from "stage.key=value,key=value": a key without a stage is every stage's.
+
+    Raises:
+        HybridizeError: no such stage or field, or a value that cannot be one.
+    """
+    asked: dict[str, list[str]] = {name: [] for name in defaults}
+    for part in filter(None, (text or "").split(",")):
+        stage, dot, rest = part.partition(".")
+        if dot and "=" not in stage:
+            if stage not in defaults:
+                raise bad("train", part, f"STAGE.KEY=VALUE with a STAGE of {list(defaults)}")
+            asked[stage].append(rest)
+        else:
+            for found in asked.values():
+                found.append(part)
+    return {name: from_text(Recipe, ",".join(asked[name]), f"train.{name}", vars(each)) for name, each in defaults.items()}
 
 
 def _value(text: str, kind: Any, field: str) -> Any:

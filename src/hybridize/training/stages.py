@@ -60,7 +60,14 @@ class Transfer(nn.Module):
         return {"loss": torch.stack([error for name, error in aux.items() if name.endswith(".error")]).mean()}
 
 
-def fine_tune(model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: Report | None = None) -> dict[str, Any]:
+def fine_tune(
+    model: Any,
+    rows: Mixture,
+    recipe: Recipe,
+    folder: Path,
+    report: Report | None = None,
+    recall: Callable[[], float] | None = None,
+) -> dict[str, Any]:
     """Train what the recipe names, in place, on fp32 masters; what `train` returns."""
     with masters(model):
         teacher = frozen_teacher(model, lambda name: is_trained(name, recipe.trains)) if recipe.kl else None
@@ -69,7 +76,7 @@ def fine_tune(model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: R
         select(model, recipe.trains)
         rates = {"base": recipe.rate, "branch": recipe.branch_rate}
         stage = FineTune(model, teacher, recipe.ce, recipe.kl)
-        made = run_stage(stage, model, rows, recipe, folder, report, steps=recipe.steps, rates=rates)
+        made = run_stage(stage, model, rows, recipe, folder, report, steps=recipe.steps, rates=rates, recall=recall)
         if recipe.trains == "lora":
             merge_lora(model)
         return made

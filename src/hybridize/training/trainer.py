@@ -20,6 +20,7 @@ from hybridize.data.mixture import Mixture, Row
 from hybridize.errors import HybridizeError, bad
 from hybridize.files import write_text
 from hybridize.training.recipe import Recipe
+from hybridize.training.watching import Watch, settled
 
 WHOLE = "whole"  # a file in each checkpoint that was written to its end
 TRAINED_FILE = "trained.safetensors"
@@ -34,6 +35,7 @@ def train(
     steps: int,
     rates: dict[str, float],
     report: Callable[[int, int], None] | None = None,
+    recall: Callable[[], float] | None = None,
 ) -> dict[str, Any]:
     """Train what `stage` leaves trainable; its forward gives {"loss"}, a mean over the rows it is given.
 
@@ -42,9 +44,11 @@ def train(
     Args:
         folder: checkpoints; the last whole one is continued, to the same bits as if nothing had stopped it.
         rates: peak learning rates of "base", "branch" and "gate" parameters.
+        recall: what the recipe's `watch` has called; the weights of the step where it is highest are the result.
 
     Returns:
-        {"losses": one a step, "seconds": of all the runs it took, "tokens"}, and what the stage records.
+        {"losses": one a step, "seconds": of all the runs it took, "tokens"}, what the stage records, and where recall was
+        watched "recall" ([step, value] each) and "best_step".
 
     Raises:
         HybridizeError: nothing to train, or rows that cannot be shared out evenly over devices.
@@ -79,9 +83,12 @@ def train(
         report_to=[],
         ddp_find_unused_parameters=False,
     )
-    trainer = StageTrainer(
-        model=stage, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[Marker(report, steps)]
-    )
+    callbacks: list[TrainerCallback] = [Marker(report, steps)]
+    watch = None
+    if recipe.watch and recall is not None:
+        watch = Watch(folder, recipe.watch, steps, recall, lambda path: save_trained(stage, path))
+        callbacks.insert(0, watch)  # its files are written before a checkpoint is said to be whole
+    trainer = StageTrainer(model=stage, args=arguments, train_dataset=rows, data_collator=collate, callbacks=callbacks)
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is the command's
     trainer.rates = rates
     found = last_whole(folder)
@@ -93,6 +100,8 @@ def train(
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     losses, seconds = [entry["loss"] for entry in history], history[-1]["seconds"] if history else 0.0
     made = {"losses": losses, "seconds": seconds, "tokens": steps * recipe.rows * recipe.length}
+    if watch is not None:
+        made |= settled(watch, lambda path: load_trained(stage, path))
     return made | {name: [entry[name] for entry in history] for name in recorded(stage)}
 
 
