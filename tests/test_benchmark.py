@@ -124,6 +124,17 @@ def test_settings_are_checked():
         Bench(batches=(0,))
 
 
+def test_layers_between_linear_ones():
+    geometry = hz.Geometry("llama", 32, 32, 8, 128, 4096)
+    name, plan = Bench(method="flashmorph", window=64).hybrid(geometry)
+    assert name == "8 of 32 layers full, linear" and len(plan.kept_layers) == 8
+    assert {spec.kind for spec in plan.specs()} == {"full", "linear"}
+    assert next(s for s in plan.specs() if s.kind == "linear") == hz.Linear(degree=1, dim=64, decay="token")
+    for wrong in ({"method": "l2a"}, {"method": "nll", "linear": "default"}):
+        with pytest.raises(hz.HybridizeError, match=r"^method: got"):
+            Bench(**wrong)
+
+
 def test_linear_plans_move_no_weights():
     """A captured graph of one plan stays right under the other; every count of groups is spread over layers."""
     geometry = hz.Geometry("llama", 32, 32, 8, 128, 4096)

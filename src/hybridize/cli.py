@@ -26,7 +26,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON o
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 DeviceMap = Annotated[str | None, typer.Option(help="As transformers takes it: auto, cuda, cpu.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model folder brings.")]
-SELECTORS = "drop, nll, greedy, backward, lazy, duo, echo, retrieval or reasoning (docs/scores.md)."
+SELECTORS = "drop, nll, greedy, backward, lazy, duo, kl, halo, echo, retrieval or reasoning (docs/scores.md)."
 Selector = Annotated[str, typer.Option(help=SELECTORS)]
 Budget = Annotated[float, typer.Option(help="Share of layers (or groups) that keep the base's attention, 0..1.")]
 WindowSize = Annotated[int, typer.Option("--window", help="Window of the others, tokens, the query's own included.")]
@@ -141,28 +141,36 @@ def plan(
 def convert(
     model: Model,
     out: Out,
-    method: Annotated[str, typer.Option(help="nll (docs/nll.md) or igal (docs/igal.md).")] = "nll",
-    selector: Annotated[str | None, typer.Option(help=f"{SELECTORS} Default: nll drop, igal echo.")] = None,
-    budget: Annotated[
-        float | None, typer.Option(help="Share of layers or groups that reach far. Default: nll 0.25, igal 0.0625.")
+    method: Annotated[str, typer.Option(help="nll, igal or flashmorph (docs/).")] = "nll",
+    selector: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{SELECTORS} Default: nll drop, igal echo, flashmorph gates; that also periodic-PHASE, random-SEED."
+        ),
     ] = None,
-    window: Annotated[int | None, typer.Option(help="Window, tokens. Default: nll 128, igal 64.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Share of layers or groups that reach far. Default: 0.25, igal 0.0625.")
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="Window, tokens. Default: 64, nll 128.")] = None,
     sinks: Annotated[int | None, typer.Option(help="First tokens that stay visible. Default: 4.")] = None,
     sink_positions: Annotated[
-        str | None, typer.Option(help="absolute, or rebased: distances stay bounded. Default: nll absolute, igal rebased.")
+        str | None, typer.Option(help="absolute, or rebased: distances stay bounded. Default: rebased, nll absolute.")
     ] = None,
     decode: Decode = "window",
     unit: Unit = None,
     linear: Annotated[
-        str | None, typer.Option(help="igal: linear attention, KEY=VALUE,..., as degree=2,dim=32,rule=delta,rope=false.")
+        str | None, typer.Option(help="Linear attention, KEY=VALUE,..., as degree=2,dim=32,rule=delta,rope=false.")
     ] = None,
     control: Annotated[
         str | None, typer.Option(help="igal: another plan, trained the same (docs/igal.md): all-window, lowest, ...")
     ] = None,
     train: Annotated[
-        str | None, typer.Option(help="igal: training, KEY=VALUE,..., as steps=200,rows=24,length=1024,trains=lora.")
+        str | None,
+        typer.Option(
+            help="Training, KEY=VALUE,..., as steps=200,rows=24,trains=lora; flashmorph's stages: gates.steps=200,..."
+        ),
     ] = None,
-    train_text: Annotated[str | None, typer.Option(help="igal: text to train on, as --text; default that.")] = None,
+    train_text: Annotated[str | None, typer.Option(help="Text to train on, as --text; default that.")] = None,
     prompts: Prompts = 8,
     length: Length = "1024",
     text: Text = "calibration",
@@ -273,10 +281,12 @@ def bench(
     ] = "attention,prefill,decode,train,ragged",
     contexts: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "1024",
     batches: Annotated[str, typer.Option(help="Rows of a decoding step, comma-separated.")] = "1",
-    budget: Annotated[float, typer.Option(help="Share of full layers; with --linear, of linear groups.")] = 0.25,
-    linear: Annotated[
-        str | None, typer.Option(help="Linear groups and re-based windows: KEY=VALUE,... as convert takes, or 'default'.")
+    budget: Annotated[float, typer.Option(help="Share of full layers; for igal, of linear groups.")] = 0.25,
+    method: Annotated[
+        str | None,
+        typer.Option(help="What the hybrid is like: nll, igal or flashmorph. Default: igal with --linear, else nll."),
     ] = None,
+    linear: Annotated[str | None, typer.Option(help="Linear attention: KEY=VALUE,... as convert takes, or 'default'.")] = None,
     window: WindowSize = 512,
     sinks: Sinks = 4,
     backward: Annotated[bool, typer.Option("--backward", help="Attention's backward too.")] = False,

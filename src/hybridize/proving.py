@@ -104,7 +104,7 @@ def bench(terminal: Terminal, out: Path, device: str, overwrite: bool, **options
     numbers: dict[str, Any] = {name: lengths_of(options[name], name) for name in ("contexts", "batches")}
     rest = {
         name: options[name]
-        for name in ("shape", "budget", "linear", "window", "sinks", "backward", "stock", "seconds", "dtype")
+        for name in ("shape", "budget", "method", "linear", "window", "sinks", "backward", "stock", "seconds", "dtype")
     }
     ask = Bench(**rest, **numbers, parts=tuple(options["parts"].split(",")))
     if device.startswith("cuda") and not torch.cuda.is_available():

@@ -19,6 +19,7 @@ from hybridize.benchmark.whole import prefill_rows, train_rows
 from hybridize.errors import bad
 from hybridize.geometry import geometry_of
 from hybridize.kernels.dispatch import kernels_for
+from hybridize.methods import flashmorph
 from hybridize.methods.nll import periodic_layers
 from hybridize.operators.specs import Linear, Window
 from hybridize.plan import AttentionPlan, Geometry, units_for_budget
@@ -26,6 +27,7 @@ from hybridize.training.recipe import from_text
 
 PARTS = ("attention", "prefill", "decode", "train", "ragged", "batch")
 DEFAULT_PARTS = PARTS[:5]  # the largest batch needs a GPU
+METHODS = ("nll", "igal", "flashmorph")
 RAGGED = 16  # rows of a batch of unequal lengths
 
 
@@ -34,8 +36,9 @@ class Bench:
     """The question: a named shape, parts of PARTS, tokens of context, rows of decoding batches.
 
     A part may have contexts of its own: "prefill:131072+262144".
-    `budget`: share of layers with full attention; or, where `linear` ("KEY=VALUE,..." of its spec, or "default") is given,
-    of groups with a linear state, the others re-based windows.
+    `method`: what the hybrid is like. "nll": `budget` is the share of full layers, the others run windows; "flashmorph": the
+    others run `linear` ("KEY=VALUE,..." of its spec, or "default"); "igal": the share of groups that run `linear`, the others
+    re-based windows. None: "igal" where `linear` is given, else "nll".
     `stock`: transformers' own class too, which takes longest. `backward`: of attention alone.
     """
 
@@ -44,6 +47,7 @@ class Bench:
     contexts: tuple[int, ...] = (1024,)
     batches: tuple[int, ...] = (1,)
     budget: float = 0.25
+    method: str | None = None
     linear: str | None = None
     window: int = 512
     sinks: int = 4
@@ -54,6 +58,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         shape_named(self.shape)
+        if self.kind not in METHODS or (self.kind == "nll" and self.linear is not None):
+            raise bad("method", self.method, f"one of {METHODS}, and no linear where it is 'nll'")
         _ = Window(self.window, self.sinks), self.linear_spec
         if unknown := [part for part in self.named_parts if part not in PARTS]:
             raise bad("parts", unknown[0], f"some of {PARTS}")
@@ -64,11 +70,15 @@ class Bench:
             raise bad("dtype", self.dtype, "'bfloat16', 'float16' or 'float32'")
 
     @property
+    def kind(self) -> str:
+        return self.method or ("igal" if self.linear else "nll")
+
+    @property
     def linear_spec(self) -> Linear | None:
-        if not self.linear:
+        if self.kind == "nll":
             return None
-        near = {"window": self.window, "sinks": self.sinks}
-        return from_text(Linear, None if self.linear == "default" else self.linear, "linear", near)
+        given = {"window": self.window, "sinks": self.sinks, **(flashmorph.LINEAR if self.kind == "flashmorph" else {})}
+        return from_text(Linear, None if self.linear == "default" else self.linear, "linear", given)
 
     def hybrid(self, geometry: Geometry) -> tuple[str, AttentionPlan]:
         """(name, plan) of what is held against the base."""
@@ -77,6 +87,10 @@ class Bench:
             keep = periodic_layers(layers, units_for_budget(layers, self.budget))[0]
             plan = AttentionPlan.from_layers(geometry, keep, Window(self.window, self.sinks), {"method": "bench"})
             return f"{len(keep)} of {layers} layers full", plan
+        if self.kind == "flashmorph":
+            keep = periodic_layers(layers, units_for_budget(layers, self.budget))[0]
+            plan = AttentionPlan.from_layers(geometry, keep, linear, {"method": "bench"})
+            return f"{len(keep)} of {layers} layers full, linear", plan
         count = units_for_budget(layers * groups, self.budget)
         # the first groups of each layer, so that no plan moves weights under a captured graph
         rest = count % layers
