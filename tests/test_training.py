@@ -14,6 +14,7 @@ from conftest import make_base, make_hybrid, make_plan
 from hybridize.data.mixture import Mixture
 from hybridize.data.text import bundled_text
 from hybridize.training import stages
+from hybridize.training.forecast import forecast
 from hybridize.training.losses import chunked_cross_entropy, chunked_kl, row_means
 from hybridize.training.recipe import Recipe, from_text
 from hybridize.training.trainer import WHOLE, collate, last_whole
@@ -82,6 +83,21 @@ def test_recipes_from_text():
     ):
         with pytest.raises(hz.HybridizeError, match=f"^{field}: got"):
             from_text(Recipe, text, "train")
+
+
+def test_forecast():
+    """Bytes by hand: masters, and three more words for what is trained, four with a teacher."""
+    model = hybrid("window")
+    every = sum(p.numel() for p in model.parameters())
+    attention = sum(p.numel() for n, p in model.named_parameters() if "_proj" in n and "self_attn" in n)
+    recipe = replace(RECIPE, steps=3)
+    plain, taught, gates = forecast(
+        model, [("finetune", recipe), ("distil", replace(recipe, trains="all", kl=1.0)), ("gates", recipe)]
+    )
+    assert plain.tokens == 3 * 4 * 500 and plain.bytes == 4 * every + 12 * attention
+    assert taught.bytes == 4 * every + 16 * every and gates.bytes == 4 * every
+    assert plain.seconds > 0 and "about" in plain.text()
+    assert forecast(model, [("long", replace(recipe, steps=0))]) == []
 
 
 # -- losses ---------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from hybridize.runs import RunFolder, quiet_libraries
 from hybridize.scores import Scores
 from hybridize.scoring.scorers import DEFAULT_SELECTOR, SCORERS
 from hybridize.terminal import Terminal
+from hybridize.training.forecast import forecast
 from hybridize.training.recipe import Recipe, from_text, recipes_from_text
 from hybridize.verbs import note_resume, save_model, show_plan, write_run
 from hybridize.workflows import Selection, compute_scores, cost_rows, counted, hybrid_of, plan_of_scores, prove
@@ -67,6 +68,8 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
             if scores is None and fixed is None and ask.needs_scores and method != "flashmorph":
                 scores = compute_scores(run, loaded, hybrid, ask, terminal.report)
         if recipes:
+            for each in forecast(hybrid, recipes.items()):
+                terminal.say(each.text())
             with counted(seconds, "prove"):  # while the weights are still the base's
                 prove(run, loaded, hybrid, {"full": base}, proof, terminal.report, todo)
         with counted(seconds, "train"):

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hybridize.kernels.decode import one_token_attention
 from hybridize.kernels.matvec import matvec
 from hybridize.kernels.rotary import rotate
+from hybridize.kernels.states import states
 from hybridize.kernels.window import window_attention
 
 LIMIT = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-3}
@@ -26,7 +27,7 @@ def why_wrong(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
             torch.manual_seed(0)
             errors = _window_errors(device, dtype, head_dim) | _decode_errors(device, dtype, head_dim)
             errors |= _token_errors(device, dtype, head_dim) | _rotary_errors(device, dtype, head_dim)
-            errors |= _matvec_errors(device, dtype)
+            errors |= _matvec_errors(device, dtype) | _state_errors(device)
     except Exception as error:  # a compiler's failure can be of any type, and the reference is there
         return f"they fail on this device ({type(error).__name__}: {error})"
     wrong = {name: value for name, value in errors.items() if not value <= LIMIT[dtype]}  # NaN is wrong too
@@ -105,6 +106,20 @@ def _rotary_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> d
 def _matvec_errors(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     x, *weights = (torch.randn(n, 1500, device=device, dtype=dtype) for n in (1, 40, 24, 8))
     return {"matvec": _error(matvec(x, weights), x.float() @ torch.cat(weights).float().T)}
+
+
+def _state_errors(device: torch.device) -> dict[str, float]:
+    """fp32 whatever the model runs in; chunks of 40 tokens, 70 features, 24 columns."""
+    u, asked, left = (torch.randn(1, 2, 5, *s, device=device) / 8 for s in ((40, 24), (40, 70), (70, 40)))
+    total, state = torch.rand(1, 2, 5, 1, 1, device=device), torch.randn(1, 2, 70, 24, device=device)
+    mine = states(u, asked, left, total, state)
+    before, written = [], []
+    for n in range(5):
+        before.append(state)
+        written.append(u[:, :, n] - asked[:, :, n] @ state)
+        state = total[:, :, n] * state + left[:, :, n] @ written[-1]
+    wanted = (torch.stack(before, dim=2), torch.stack(written, dim=2), state)
+    return {"states": 100 * max(_error(*pair) for pair in zip(mine, wanted, strict=True))}  # held to a hundredth of the limit
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybridize.kernels.dispatch import kernels_for
 from hybridize.operators.contract import Chunk, Heads, OneToken, Operator, State
 from hybridize.operators.linear_spec import Linear
 from hybridize.operators.recurrence import chunked, recurrent
@@ -119,16 +120,24 @@ class LinearAttention(Operator):
     def _read(self, heads: Heads, state: LinearState | None) -> Tensor:
         """gate * read(S, phi(q)), fp32 [B, H, T, D]."""
         q, k, v, write, decay = self.inputs(heads)
-        out = self._through(q, k, v, write, decay, heads.chunk, state)
+        out = self._through(q, k, v, write, decay, heads.chunk, state, heads.q)
         if self.spec.normalised:
             out = out[..., :-1] / (out[..., -1:] + NOTHING)
         return (out * self._stacked("gate")[None, :, :, None, None]).flatten(1, 2)
 
     def _through(
-        self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, decay: Tensor | None, chunk: Chunk, state: LinearState | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        write: Tensor,
+        decay: Tensor | None,
+        chunk: Chunk,
+        state: LinearState | None,
+        like: Tensor,
     ) -> Tensor:
         """What queries read of a state that the chunk goes through, [B, G, R, T, D], and a column of weights behind, where
-        scores are weights."""
+        scores are weights. `like`: the layer's own queries, for whose dtype and size kernels are chosen."""
         spec, delta = self.spec, self.spec.rule == "delta"
         if spec.normalised:
             v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
@@ -137,7 +146,10 @@ class LinearAttention(Operator):
             state.store(after)
             return out
         before = None if state is None or chunk.offset == 0 else state.memory_for(v, spec.width)
-        out, kept = chunked(q, k, v, write, decay, before, spec.degree, delta, keep_state=state is not None)
+        states = None
+        if q.dtype == torch.float32 and not torch.is_grad_enabled() and (kernels := kernels_for("states", like)) is not None:
+            states = kernels.states
+        out, kept = chunked(q, k, v, write, decay, before, spec.degree, delta, state is not None, states=states)
         if state is not None and kept is not None:
             state.store(kept)
         return out

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import combinations_with_replacement
 
@@ -87,6 +88,7 @@ def chunked(
     delta: bool = False,
     keep_state: bool = True,
     size: int | None = None,
+    states: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Chunk by chunk: pairs inside a chunk by their scores, everything before it through the state.
 
@@ -94,6 +96,7 @@ def chunked(
         state: what came before, None for nothing.
         keep_state: whether the state at the end is wanted; without, a single chunk needs no features at all.
         size: tokens a chunk, None for what costs least.
+        states: a kernel in place of `states_between`, where no gradient is asked for.
     """
     tokens = k.shape[2]
     channel = g is not None and g.dim() == 4
@@ -114,7 +117,7 @@ def chunked(
             assert decay is not None
             out, state = _channel_chunk(*given, decay, state)
         else:
-            out, state = _segment(*given, decay, state, degree, delta, size)
+            out, state = _segment(*given, decay, state, degree, delta, size, states or states_between)
         outs.append(out)
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=3), state
 
@@ -128,7 +131,16 @@ def chunk_size(tokens: int, dim: int, degree: int, alone: bool, on_gpu: bool) ->
 
 
 def _segment(
-    q: Tensor, k: Tensor, v: Tensor, b: Tensor, g: Tensor | None, state: Tensor | None, degree: int, delta: bool, size: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    g: Tensor | None,
+    state: Tensor | None,
+    degree: int,
+    delta: bool,
+    size: int,
+    states: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> Outcome:
     """Several chunks: all that does not need the state at once, then the state from chunk to chunk, then what reads it."""
     tokens = k.shape[2]
@@ -152,17 +164,23 @@ def _segment(
         before, state = state[:, :, None] + (sums - more), state + sums[:, :, -1]
     else:
         total = None if past is None else past[..., -1, None, None].exp()
-        before, u, state = _states(u, asked, left, total, state)
+        before, u, state = states(u, asked, left, total, state)
     read = power_features(q, degree) @ before[:, :, None]
     out = _pairs(q, k, u, ratio, degree)
     out = out + (read if since is None else since[:, :, None] * read)
     return out.flatten(3, 4)[:, :, :, :tokens], state
 
 
-def _states(
+def states_between(
     u: Tensor, asked: Tensor | None, left: Tensor, total: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From chunk to chunk, two products each: (states before each [B, G, N, F, E], writes [B, G, N, C, E], the last state)."""
+    """From chunk to chunk, two products each: (states before each [B, G, N, F, E], writes [B, G, N, C, E], the last state).
+
+    writes_n = u_n - asked_n S_n,   S_{n+1} = total_n S_n + left_n writes_n
+
+    Args:
+        u: [B, G, N, C, E]. asked: [B, G, N, C, F]. left: [B, G, N, F, C]. total: [B, G, N, 1, 1]. state: [B, G, F, E].
+    """
     groups, shape = u.shape[:2], state.shape
     u, left, state = u.flatten(0, 1), left.flatten(0, 1), state.flatten(0, 1)
     asked, total = (None if x is None else x.flatten(0, 1) for x in (asked, total))
