@@ -309,7 +309,7 @@ def test_user_text(tmp_path, monkeypatch):
 # -- igal -----------------------------------------------------------------------------------------------------------
 
 IGAL = ["--method", "igal", "--budget", 0.34, "--window", 16, "--linear", "dim=4", "--prompts", 2, "--length", 760]
-TRAIN = ["--train", "steps=2,rows=2,length=500,save_every=1,kinds=number,transfer_steps=1"]
+TRAIN = ["--train", "steps=2,rows=2,length=500,save_every=1,kinds=number,transfer_steps=1,watch=1"]
 
 
 def test_igal(capsys, base, tmp_path, monkeypatch):
@@ -330,6 +330,7 @@ def test_igal(capsys, base, tmp_path, monkeypatch):
     assert {(r["selector"], r["component"], r["trained_tokens"]) for r in metrics["rows"]} == {
         ("full", "all", 0), ("hybrid", "all", 3000), ("state off", "linear_off", 3000)}  # fmt: skip
     assert len(metrics["training"]["finetune"]["losses"]) == 2 and len(metrics["training"]["transfer"]["losses"]) == 1
+    assert [step for step, _ in metrics["training"]["finetune"]["recall"]] == [1, 2]
     assert metrics["conversion"]["tokens"] == 2 * 760 + 3 * 2 * 500
     base_rows = [row for row in metrics["rows"] if row["selector"] == "full" and row["task"] == "needle"]
     code, _, err = run(capsys, "eval", base, "--out", tmp_path / "eval", *PROVE, "--seed", 2)

@@ -91,13 +91,12 @@ def test_forecast():
     every = sum(p.numel() for p in model.parameters())
     attention = sum(p.numel() for n, p in model.named_parameters() if "_proj" in n and "self_attn" in n)
     recipe = replace(RECIPE, steps=3)
-    plain, taught, gates = forecast(
-        model, [("finetune", recipe), ("distil", replace(recipe, trains="all", kl=1.0)), ("gates", recipe)]
-    )
+    asked = [("finetune", recipe), ("distil", replace(recipe, trains="all", kl=1.0)), ("gates", recipe)]
+    plain, taught, gates = forecast(model, asked, model.plan)
     assert plain.tokens == 3 * 4 * 500 and plain.bytes == 4 * every + 12 * attention
     assert taught.bytes == 4 * every + 16 * every and gates.bytes == 4 * every
     assert plain.seconds > 0 and "about" in plain.text()
-    assert forecast(model, [("long", replace(recipe, steps=0))]) == []
+    assert forecast(model, [("long", replace(recipe, steps=0))], model.plan) == []
 
 
 # -- losses ---------------------------------------------------------------------------------------------------------

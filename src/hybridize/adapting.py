@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def adapt(
     run.begin()
     torch.manual_seed(recipe.seed)  # first values of what is learned
     model.set_plan(plan)
-    stages: list[tuple[str, int, Callable[..., dict[str, Any]], str]] = [("finetune", recipe.steps, fine_tune, recipe.trains)]
+    tuned = partial(fine_tune, recall=recall_of(loaded, model, "calibration", recipe)) if recipe.watch else fine_tune
+    stages: list[tuple[str, int, Callable[..., dict[str, Any]], str]] = [("finetune", recipe.steps, tuned, recipe.trains)]
     if any(model.branches()):
         stages.insert(0, ("transfer", recipe.transfer_steps, transfer, "branches"))
     given = (run, loaded, model, recipe, text, report)

@@ -59,6 +59,8 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
             base.check_context(recipe.length if recipe.tokens else 1, "train.length")
         if fixed is not None:
             fixed.check_base(base.geometry)
+        if method == "flashmorph" and ask.linear is not None and flashmorph.is_control(ask.selector):
+            flashmorph.flashmorph_plan(None, base, ask.linear, ask.budget, ask.selector)  # refused before anything is trained
         run = RunFolder(out, config, options["overwrite"])
         note_resume(terminal, run)
         seconds: dict[str, float] = {}
@@ -68,16 +70,17 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
             if scores is None and fixed is None and ask.needs_scores and method != "flashmorph":
                 scores = compute_scores(run, loaded, hybrid, ask, terminal.report)
         if recipes:
-            for each in forecast(hybrid, recipes.items()):
-                terminal.say(each.text())
             with counted(seconds, "prove"):  # while the weights are still the base's
                 prove(run, loaded, hybrid, {"full": base}, proof, terminal.report, todo)
         with counted(seconds, "train"):
-            if method == "flashmorph":
+            if method == "flashmorph" and ask.linear is not None:
+                everything = AttentionPlan.from_layers(base.geometry, [], ask.linear)  # the most that is trained at once
+                _say_forecast(terminal, hybrid, recipes, everything)
                 scores, chosen, trained = morph(run, loaded, hybrid, ask, recipes, text, given, fixed, terminal.report)
             else:
                 chosen = fixed or plan_of_scores(scores, base, ask)
             if method == "igal":
+                _say_forecast(terminal, hybrid, recipes, chosen)
                 trained = adapt(run, loaded, hybrid, chosen, recipes["train"], text, terminal.report)
                 tokens = sum(record["tokens"] for record in trained.values())
                 chosen = replace(chosen, provenance={**chosen.provenance, "trained_tokens": tokens})
@@ -146,6 +149,11 @@ def asked_of(method: str, options: dict[str, Any]) -> tuple[Selection, dict[str,
     ask = replace(ask, linear=linear, control=options["control"])
     _ = ask.needs_scores  # an unknown control is refused before anything is loaded
     return ask, {"train": from_text(Recipe, options["train"], "train")}
+
+
+def _say_forecast(terminal: Terminal, model: Any, recipes: dict[str, Recipe], plan: AttentionPlan) -> None:
+    for each in forecast(model, recipes.items(), plan):
+        terminal.say(each.text())
 
 
 def _lift_model(run: RunFolder) -> None:

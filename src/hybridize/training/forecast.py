@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from hybridize.plan import AttentionPlan
 from hybridize.training.recipe import Recipe
 from hybridize.training.stages import is_trained
 
-PASSES = {"branches": 2.0, "transfer": 2.0, "gates": 4.0}  # forward passes' worth of a step; others: three, and a teacher's
+PASSES = {"branches": 1.5, "gates": 3.0}  # forward passes' worth of a step beside a teacher's; other stages': three
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,22 @@ class Forecast:
         )
 
 
-def forecast(model: Any, recipes: Iterable[tuple[str, Recipe]]) -> list[Forecast]:
-    """One for each stage that has steps. The model is probed under the plan it has."""
+def forecast(model: Any, recipes: Iterable[tuple[str, Recipe]], plan: AttentionPlan) -> list[Forecast]:
+    """One for each stage that has steps. A forward pass is timed under the base's plan, and under `plan`, which is trained."""
     made = []
     for name, recipe in recipes:
         if not recipe.tokens:
             continue
-        passes = PASSES.get(name, 3.0 + (recipe.kl > 0) + recipe.checkpointing)
+        with model.temporary_plan(plan):
+            seconds = (PASSES.get(name, 3.0) + recipe.checkpointing) * _seconds_a_token(model, recipe)
+        if recipe.kl or name in PASSES:
+            with model.temporary_plan(AttentionPlan.base(plan.geometry)):
+                seconds += _seconds_a_token(model, recipe)
         each = {id(p): (p.numel(), is_trained(n, recipe.trains)) for n, p in model.named_parameters()}
         whole = sum(count for count, _ in each.values())
         trained = 0 if name == "gates" else sum(count for count, mine in each.values() if mine)
         size = 4 * whole + 12 * trained + (4 * trained if recipe.kl else 0)
-        made.append(Forecast(name, recipe.tokens, recipe.tokens * passes * _seconds_a_token(model, recipe), size))
+        made.append(Forecast(name, recipe.tokens, recipe.tokens * seconds, size))
     return made
 
 
