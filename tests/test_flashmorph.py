@@ -17,7 +17,7 @@ from hybridize.data.text import bundled_text
 from hybridize.methods.flashmorph import LINEAR, STAGES, flashmorph_plan
 from hybridize.morphing import morphing
 from hybridize.scoring.scorers import score
-from hybridize.training.gates import Gates, gate_scores, learn_gates
+from hybridize.training.gates import Gates, collapse, gate_scores, learn_gates
 from hybridize.training.recipe import Recipe, recipes_from_text
 from hybridize.training.trainer import collate
 from test_cli import run
@@ -149,7 +149,10 @@ def test_gates_stay_in_bounds_and_resume_exactly(tmp_path):
 def test_equal_gates_are_ranked_by_their_mean():
     path = [[[1.0], [1.0], [1.0]], [[0.5], [0.2], [0.9]], [[0.0], [0.0], [1.0]]]
     geometry = hz.Geometry("llama", 3, 6, 3, 16, 2048)
-    assert gate_scores(path, "layer", geometry, CHEAP, RECIPE).ranking() == [2, 0, 1]
+    scores = gate_scores(path, "layer", geometry, CHEAP, RECIPE)
+    assert scores.ranking() == [2, 0, 1] and collapse(scores) is None
+    assert "gates.price" in collapse(gate_scores([[[0.0], [0.0], [0.0]]], "layer", geometry, CHEAP, RECIPE))
+    assert "gates.steps" in collapse(gate_scores([[[1.0], [1.0], [1.0]]], "layer", geometry, CHEAP, RECIPE))
 
 
 def test_held_branches_come_back(ids):

@@ -41,7 +41,7 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
     if options["dry_run"]:
         _dry_run(terminal, model, method, ask, given, fixed, options["trust_remote_code"])
         for name, recipe in recipes.items():
-            terminal.say(f"{name}: {recipe.label()}; {recipe.tokens:,} tokens")
+            terminal.say(f"{name}: {recipe.label(name)}; {recipe.tokens:,} tokens")
         return
     text = options["train_text"] or ask.text
     config: dict[str, Any] = {"verb": "convert", "model": model, "method": method, "link": options["link"]}
@@ -97,13 +97,16 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
             else:
                 save_model(run, loaded, hybrid, scores, options["max_shard_size"])
     terminal.close()
+    for record in trained.values():
+        if record.get("warning"):
+            terminal.say(f"warning: {record['warning']}")
     cost: dict[str, Any] = {"tokens": 0, "seconds": 0.0}
     if scores is not given and method != "flashmorph":  # whose selection has a record of its own
         spent = sum(value for name, value in run.seconds.items() if name.startswith("score"))
         cost = {"tokens": ask.tokens, "seconds": spent}
     for record in trained.values():
         cost = {name: cost[name] + record[name] for name in cost}
-    facts = {"model": model, **{name: recipe.label() for name, recipe in recipes.items() if recipe.tokens}}
+    facts = {"model": model, **{name: recipe.label(name) for name, recipe in recipes.items() if recipe.tokens}}
     write_run(run, f"{model} by {method}", chosen, scores, rows, seconds, facts, conversion=cost, training=trained)
     write_card(run.path / "README.md", base=model, plan=chosen, rows=rows, trained=bool(trained))
     _lift_model(run)

@@ -17,7 +17,7 @@ from hybridize.operators.specs import Linear
 from hybridize.plan import AttentionPlan
 from hybridize.runs import TRAINING, RunFolder
 from hybridize.scores import Scores
-from hybridize.training.gates import PASSES, gate_scores, learn_gates
+from hybridize.training.gates import PASSES, collapse, gate_scores, learn_gates
 from hybridize.training.recipe import Recipe
 from hybridize.training.stages import fine_tune, transfer
 from hybridize.workflows import Report, Selection, compute_scores, silent
@@ -91,7 +91,7 @@ def _selected(
 
     record = run.step("gates", make)
     scores = gate_scores(record["gates"], unit, model.plan.geometry, linear, recipe)
-    return scores, {**_cost(record["tokens"], PASSES, weights, record["seconds"]), **record}
+    return scores, {**_cost(record["tokens"], PASSES, weights, record["seconds"]), **record, "warning": collapse(scores)}
 
 
 def _cost(tokens: int, passes: float, weights: int, seconds: float) -> dict[str, Any]:

@@ -36,8 +36,9 @@ def _axis(low: float, high: float, y: Any) -> str:
 
 def bars(values: Sequence[float], errors: Sequence[float], chosen: Sequence[int], label: str) -> str:
     """One bar a unit with its standard error; chosen units stand out."""
-    high = max([v + e for v, e in zip(values, errors, strict=True)] + [1e-9])
+    high = max([v + e for v, e in zip(values, errors, strict=True)] + [0.0])
     low = min([v - e for v, e in zip(values, errors, strict=True)] + [0.0])
+    high = high if high > low else low + 1.0  # nothing but zeros
 
     def y(value: float) -> float:
         return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)

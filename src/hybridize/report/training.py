@@ -14,7 +14,8 @@ from hybridize.report.charts import curve, paths, short
 def training_parts(training: Mapping[str, Mapping[str, Any]] | None, plan: AttentionPlan) -> dict[str, Any]:
     """Charts and numbers by name, None where there is nothing to show: "losses", "gates", "recall", "selection"."""
     stages = training or {}
-    losses = {name: record["losses"] for name, record in stages.items() if record.get("losses")}
+    named = {"gates" if "gates" in record else name: record for name, record in stages.items()}
+    losses = {name: record["losses"] for name, record in named.items() if record.get("losses")}
     gates = [record["gates"] for record in stages.values() if record.get("gates")]
     watched = {name: record for name, record in stages.items() if record.get("recall")}
     chosen = stages.get("selection")

@@ -121,3 +121,12 @@ def gate_scores(gates: list[Any], unit: str, geometry: Geometry, cheap: Operator
         "mean": mean.tolist(),
     }
     return Scores(unit, samples.numpy(), provenance, order=tuple(order))
+
+
+def collapse(scores: Scores) -> str | None:
+    """What is wrong with gates that all ended alike, and what helps; None: nothing."""
+    if scores.values.max() <= 0.01:
+        return "all gates shut, so only the way there ranks them: a lower gates.price keeps those open that are needed"
+    if scores.values.min() >= 0.99:
+        return "all gates stayed open: more gates.steps, or a higher gates.price, shut those that are not needed"
+    return None

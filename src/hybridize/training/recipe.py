@@ -77,11 +77,16 @@ class Recipe:
         if self.micro and self.rows % self.micro:
             raise bad("train.micro", self.micro, f"a divisor of rows={self.rows}")
 
-    def label(self) -> str:
-        """What a person is told of it."""
+    def label(self, stage: str = "") -> str:
+        """What a person is told of it; a stage of gates trains nothing else."""
+        trained = f"{self.trains} at {self.rate:g}, branches at {self.branch_rate:g}"
+        if stage == "gates":
+            trained = f"gates at {self.gate_rate:g}, price {self.price:g}"
+        elif self.trains == "branches":
+            trained = f"branches at {self.branch_rate:g}"
         before = f"transfer {self.transfer_steps} steps at {self.transfer_rate:g}, then " if self.transfer_steps else ""
         what = f"{self.steps} steps of {self.rows} rows of {self.length} tokens, {100 * self.text_share:.0f} % text"
-        return f"{before}{what}; trains {self.trains} at {self.rate:g}, branches at {self.branch_rate:g}; seed {self.seed}"
+        return f"{before}{what}; trains {trained}; seed {self.seed}"
 
     @property
     def tokens(self) -> int:
