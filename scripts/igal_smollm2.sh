@@ -36,7 +36,7 @@ prove:
   prompts: $PROMPTS
   kinds: []
   ruler: [$RULER]
-  choice: [$(ls -d "$EVAL"/*.jsonl 2>/dev/null | sed "s|^|$(pwd)/|" | paste -sd, -)]
+  choice: [$(ls -d "$(cd "$EVAL" && pwd)"/*.jsonl 2>/dev/null | paste -sd, -)]
   limit: $LIMIT
   perplexity_windows: $WINDOWS
   text: evaluation
