@@ -23,7 +23,7 @@ if [ "$1" = compare ]; then # BUDGET
   entries=""
   for selector in $SELECTORS; do
     for seed in $SEEDS; do
-      entries="$entries, {source: $selector-$2-$seed, name: $selector-$seed}"
+      entries="$entries, {source: ./$selector-$2-$seed, name: $selector-$seed}"
     done
   done
   cat > "$OUT/compare-$2.yaml" <<END

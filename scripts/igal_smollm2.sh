@@ -23,7 +23,7 @@ if [ "$1" = compare ]; then # BUDGET
   entries="{source: base, rope: {rope_type: yarn, factor: 4}}, {source: base, rope: {rope_type: dynamic, factor: 4}}"
   for control in $CONTROLS; do
     for seed in $SEEDS; do
-      entries="$entries, {source: $control-$2-$seed, name: $control-$2-$seed}"
+      entries="$entries, {source: ./$control-$2-$seed, name: $control-$2-$seed}"
     done
   done
   cat > "$OUT/compare-$2.yaml" <<END
