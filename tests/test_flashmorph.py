@@ -315,7 +315,8 @@ def test_flashmorph_at_full_budget_is_the_base(capsys, base, tmp_path, ids):
 
 def test_flashmorph_goes_on_where_it_was(capsys, base, tmp_path, monkeypatch):
     """Stopped in the gates and in the distillation: the same files' contents as without a stop."""
-    code, _, err = run(capsys, "convert", base, "--out", tmp_path / "whole", *WORDS)
+    words = [*WORDS, "--train", f"{TRAIN},long.steps=0,branches.steps=1", "--test-prompts", 1]
+    code, _, err = run(capsys, "convert", base, "--out", tmp_path / "whole", *words)
     assert code == 0, err
     from hybridize import morphed
 
@@ -329,8 +330,8 @@ def test_flashmorph_goes_on_where_it_was(capsys, base, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(morphed, name, cut)
             with pytest.raises(Stop):
-                run(capsys, "convert", base, "--out", tmp_path / "cut", *WORDS)
-    code, out, err = run(capsys, "convert", base, "--out", tmp_path / "cut", *WORDS)
+                run(capsys, "convert", base, "--out", tmp_path / "cut", *words)
+    code, out, err = run(capsys, "convert", base, "--out", tmp_path / "cut", *words)
     assert code == 0 and "going on" in out + err, err
     for file in ("model.safetensors", "plan.json", "scores.json"):
         assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), file
