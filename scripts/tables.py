@@ -266,6 +266,18 @@ def needles(data):
     return table(["", *heads, f"cache at {data.get('match_at', lengths[-1]):,}"], body)
 
 
+def gates(data):
+    """The twelve gates that ended highest, with their place among NLL-guided's greedy picks (window 128, 64 prompts)."""
+    path = data["training"]["selection"]["gates"]
+    last, mean = path[-1], [sum(step[i][0] for step in path) / len(path) for i in range(len(path[-1]))]
+    order = sorted(range(len(last)), key=lambda i: (-last[i][0], -mean[i]))
+    scores = load("nll_smollm2")["selection"]
+    greedy = next(s["ranking"] for s in scores if s["name"] == "128-window-greedy-main-layer")
+    kept = sorted(order[: round(0.2667 * len(last))])
+    body = [[i, f"{last[i][0]:.3f}", f"{mean[i]:.3f}", "yes" if i in kept else "", greedy.index(i) + 1] for i in order[:12]]
+    return table(["layer", "gate, last step", "gate, mean", "stays full", "place among greedy's picks"], body)
+
+
 def cache_igal(data):
     body = []
     for r in data["rows"]:
@@ -286,6 +298,10 @@ TABLES = {
         "batches": (batches, "batch_agreement"),
         "batches-h200": (batches, "batch_agreement_h200"),
         "drift": (drift, "drift_smollm2"),
+    },
+    "docs/flashmorph.md": {
+        "flashmorph-gates": (gates, "flashmorph_cpu_gates"),
+        "flashmorph-cpu": (needles, "flashmorph_cpu_compared"),
     },
     "docs/igal.md": {
         "cache-igal": (cache_igal, "cache_igal"),

@@ -86,8 +86,7 @@ def _selected(
             text_share=recipe.text_share,
             seed=recipe.seed,
         )
-        tell = lambda done, of: report("gates", done, of)  # noqa: E731
-        return learn_gates(model, linear, unit, rows, recipe, run.path / TRAINING / "gates", tell)
+        return learn_gates(model, linear, unit, rows, recipe, run.path / TRAINING / "gates", partial(report, "gates"))
 
     record = run.step("gates", make)
     scores = gate_scores(record["gates"], unit, model.plan.geometry, linear, recipe)

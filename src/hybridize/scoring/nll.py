@@ -95,7 +95,7 @@ def nll_scores(
             ends = torch.stack([runner.toggled(plan, units[i][0]) for i, plan in enumerate(toggled)], dim=1)
             delta = start[:, None] - ends if base == "window" else ends - start[:, None]
             rows.append(delta.double().cpu().numpy())
-            layers_run += runner.layers_run
+            layers_run += runner.layers_run + (model.plan.geometry.layers if measure == "kl" else 0)
             if progress:
                 progress(done + 1, len(groups))
     samples = np.concatenate(rows)
