@@ -469,6 +469,13 @@ def test_kernels_prove_themselves(monkeypatch):
     whole = proof.one_token_attention
     monkeypatch.setattr(proof, "one_token_attention", lambda *a: whole(*a[:8], [x * 0.9 for x in a[8]], a[9]))
     assert "what is written of it by" in proof.why_wrong(device, torch.float32, 16)
+    monkeypatch.setattr(proof, "one_token_attention", whole)
+    monkeypatch.setattr(proof, "matvec", lambda x, weights: matvec(x, weights[::-1]))
+    assert "matvec by" in proof.why_wrong(device, torch.float32, 16)
+    monkeypatch.setattr(proof, "matvec", matvec)
+    assert proof.why_states_wrong(device) is None
+    monkeypatch.setattr(proof, "states", lambda u, a, k, total, s: states(u, a, k, total * 0.99, s))
+    assert "states by" in proof.why_states_wrong(device) and proof.why_wrong(device, torch.float32, 16) is None
     monkeypatch.setattr(proof, "one_token_attention", broken)
     assert "no such instruction" in proof.why_wrong(device, torch.float32, 16)
     said, q = [], torch.zeros(1, 2, 4, 16, device=device)
