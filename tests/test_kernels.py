@@ -325,9 +325,10 @@ def test_states_kernel_is_the_loop(n, c, f, e, asked, total):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("operator", ["linear", "linear_alone", "linear_half", "linear_joint"])
+@pytest.mark.parametrize("operator", ["linear_alone", "linear_half", "linear_joint"])
 def test_a_long_prompt_goes_through_the_states_kernel(operator, monkeypatch):
-    model, ids = make_hybrid(make_base("llama"), operator), torch.randint(3, 300, (1, 200))
+    base = make_base("llama", num_hidden_layers=1)
+    model, ids = make_hybrid(base, operator), torch.randint(3, 300, (1, 130))
     found, calls = [], []
     monkeypatch.setattr("hybridize.kernels.states.states", lambda *a: calls.append(1) or states(*a))
     for chosen in ("reference", "triton"):
@@ -335,10 +336,10 @@ def test_a_long_prompt_goes_through_the_states_kernel(operator, monkeypatch):
         cache = model.new_cache()
         with torch.no_grad():
             found.append(model(ids, past_key_values=cache).logits)
-            found.append(model(ids[:, :70], past_key_values=cache).logits)
+            found.append(model(ids[:, :30], past_key_values=cache).logits)
     torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[3], found[1], rtol=1e-4, atol=1e-4)
-    assert bool(calls) == (operator in ("linear", "linear_alone", "linear_half"))  # a plain sum needs no order
+    assert bool(calls) == (operator != "linear_joint")  # a plain sum needs no order
     calls.clear()
     assert model(ids, use_cache=True).logits.requires_grad and not calls  # it has no backward
 
@@ -442,7 +443,7 @@ def test_a_compiled_step_has_one_graph_with_the_kernels_in_it(ids, operator, row
     with torch.no_grad():
         for c in (cache, eager):
             model(ids[:, :20], past_key_values=c)
-        for i in range(20, 23):
+        for i in range(20, 21 + rows):
             mine = step(ids[:, i : i + 1], past_key_values=cache).logits
             theirs = model(ids[:, i : i + 1], past_key_values=eager).logits
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)
