@@ -248,10 +248,9 @@ WORDS += ["--linear", "dim=4", "--train", TRAIN, "--test-prompts", 2, "--lengths
 
 @pytest.fixture(autouse=True)
 def short_text(monkeypatch):
-    import hybridize.morphed as morphed
     from hybridize.evaluation import suite
 
-    for module in (workflows, suite, adapting, morphed):
+    for module in (workflows, suite, adapting):
         monkeypatch.setattr(module, "load_text", lambda *_: [bundled_text("evaluation")[:9000]])
 
 

@@ -65,16 +65,13 @@ def stage_step(
     wanted = {n for n, _ in model.named_parameters() if is_trained(n, "attention" if trains == "lora" else trains)}
 
     def make() -> dict[str, Any]:
-        rows = Mixture(
-            loaded.tokenizer,
-            "\n\n".join(load_text(text)),
-            count=steps * recipe.rows,
-            length=recipe.length,
-            kinds=recipe.kinds,
-            text_share=recipe.text_share,
-            seed=recipe.seed,
+        made = stage(
+            model,
+            training_rows(loaded, text, recipe, steps),
+            recipe,
+            run.path / TRAINING / name,
+            lambda done, of: report(name, done, of),
         )
-        made = stage(model, rows, recipe, run.path / TRAINING / name, lambda done, of: report(name, done, of))
         save_trained(model, file, wanted)
         return made
 
@@ -82,6 +79,19 @@ def stage_step(
         load_trained(model, file, wanted)
     record: dict[str, Any] = run.step(name, make)
     return record
+
+
+def training_rows(loaded: Loaded, text: str, recipe: Recipe, steps: int) -> Mixture:
+    """What `steps` steps of a recipe read."""
+    return Mixture(
+        loaded.tokenizer,
+        "\n\n".join(load_text(text)),
+        count=steps * recipe.rows,
+        length=recipe.length,
+        kinds=recipe.kinds,
+        text_share=recipe.text_share,
+        seed=recipe.seed,
+    )
 
 
 def recall_of(loaded: Loaded, model: Any, text: str, recipe: Recipe) -> Callable[[], float]:

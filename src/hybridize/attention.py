@@ -19,7 +19,7 @@ from hybridize.operators.contract import Chunk, Heads, OneToken
 from hybridize.operators.linear import Branch, branches_of
 from hybridize.operators.registry import branches_for, build_operator
 from hybridize.plan import AttentionPlan
-from hybridize.projections import gated_mlp, project, row_kernels
+from hybridize.projections import gated_mlp, project
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -29,13 +29,14 @@ class LayerContext:
     """What every layer of one forward call shares.
 
     `rotation` is the base's (cos, sin), [B or 1, T, D] each; `sink_rotation(distance)` the one at
-    min(position, distance), for re-based sinks.
+    min(position, distance), for re-based sinks. `row`: the kernels of a decoding step of one sequence, else None.
     """
 
     chunk: Chunk
     cache: HybridCache | None
     rotation: Rotation
     sink_rotation: Callable[[int], Rotation]
+    row: Any = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LayerContext:
         """Copy to a layer's device; the cache stays, its states live where their layer lives."""
@@ -44,7 +45,11 @@ class LayerContext:
             return rotation[0].to(device), rotation[1].to(device)
 
         return LayerContext(
-            self.chunk.to(device), self.cache, move(self.rotation), lambda distance: move(self.sink_rotation(distance))
+            self.chunk.to(device),
+            self.cache,
+            move(self.rotation),
+            lambda distance: move(self.sink_rotation(distance)),
+            self.row,
         )
 
 
@@ -110,7 +115,7 @@ class HybridAttention(HeadLayout):
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, dict[str, Tensor]]:
         """hidden [B, T, E] (normed input of the layer) to (output of o_proj [B, T, E], aux of the operators)."""
         shape = (*hidden.shape[:-1], -1, self.head_dim)
-        row = row_kernels(hidden, context.cache, self.head_dim)
+        row = context.row
         q_raw, k_raw, v = (x.view(shape) for x in project(hidden, (self.q_proj, self.k_proj, self.v_proj), row))
         q_raw, k_raw, v = self.q_norm(q_raw).transpose(1, 2), self.k_norm(k_raw).transpose(1, 2), v.transpose(1, 2)
         cache = context.cache
@@ -267,5 +272,4 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         """hidden [B, T, E] to (hidden [B, T, E], aux of the layer's operators)."""
         attended, aux = self.self_attn(self.input_layernorm(hidden), context)
         hidden = hidden + attended
-        row = row_kernels(hidden, context.cache, self.self_attn.head_dim)
-        return hidden + gated_mlp(self.mlp, self.post_attention_layernorm(hidden), row), aux
+        return hidden + gated_mlp(self.mlp, self.post_attention_layernorm(hidden), context.row), aux

@@ -21,6 +21,7 @@ from hybridize.geometry import plan_of
 from hybridize.operators.contract import Chunk
 from hybridize.operators.linear import Branch
 from hybridize.plan import AttentionPlan
+from hybridize.projections import row_kernels
 
 logger = logging.get_logger(__name__)
 
@@ -164,7 +165,8 @@ class HybridModel(HeadOrder):
             shifted = rope_positions - (chunk.positions - distance).clamp_min(0)
             return self.rotary_emb(hidden, position_ids=shifted)
 
-        return LayerContext(chunk, cache, self.rotary_emb(hidden, position_ids=rope_positions), sink_rotation)
+        row = row_kernels(hidden, cache, self.plan.geometry.head_dim)
+        return LayerContext(chunk, cache, self.rotary_emb(hidden, position_ids=rope_positions), sink_rotation, row)
 
     def _cache_for(self, cache: Any, use_cache: bool | None) -> HybridCache | None:
         use_cache = self.config.use_cache if use_cache is None else use_cache

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from hybridize.adapting import recall_of, stage_step
-from hybridize.data.mixture import Mixture
-from hybridize.data.text import load_text
+from hybridize.adapting import recall_of, stage_step, training_rows
 from hybridize.loading import Loaded
 from hybridize.methods.flashmorph import GATES, flashmorph_plan, is_control, stage_recipes
 from hybridize.operators.specs import Linear
@@ -77,15 +75,7 @@ def _selected(
     unit = ask.unit or "layer"
 
     def make() -> dict[str, Any]:
-        rows = Mixture(
-            loaded.tokenizer,
-            "\n\n".join(load_text(text)),
-            count=recipe.steps * recipe.rows,
-            length=recipe.length,
-            kinds=recipe.kinds,
-            text_share=recipe.text_share,
-            seed=recipe.seed,
-        )
+        rows = training_rows(loaded, text, recipe, recipe.steps)
         return learn_gates(model, linear, unit, rows, recipe, run.path / TRAINING / "gates", partial(report, "gates"))
 
     record = run.step("gates", make)

@@ -16,7 +16,8 @@ from hybridize.plan import AttentionPlan
 
 @contextmanager
 def morphing(model: Any, cheap: OperatorSpec, gates: Tensor) -> Iterator[list[Morph]]:
-    """Run every layer as gate * base + (1 - gate) * cheap until the `with` block ends; gives the layers' operators.
+    """Run every layer as gate * base + (1 - gate) * cheap until the `with` block ends, no weight of it trainable; gives the
+    layers' operators.
 
     Args:
         model: a hybrid model; learned parameters that `cheap` needs are those it holds (`holding_branches`).
@@ -32,8 +33,14 @@ def morphing(model: Any, cheap: OperatorSpec, gates: Tensor) -> Iterator[list[Mo
             near = build_operator(cheap, branches).to(attention.device)
             made.append(Morph(attention.operators[0], near, gates, layer))
             attention.operators = nn.ModuleList([made[-1]]).train(attention.training)
+        parameters = [*model.parameters(), *(p for morph in made for p in morph.parameters())]
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in trainable:
+            parameter.requires_grad_(False)
         try:
             yield made
         finally:
+            for parameter in trainable:
+                parameter.requires_grad_(True)
             for attention, operators in zip(attentions, before, strict=True):
                 attention.operators = operators

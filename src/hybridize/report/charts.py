@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -113,6 +113,16 @@ def lines(x_values: Sequence[int], series: Mapping[str, Sequence[float]], label:
     return _frame("".join(parts), label)
 
 
+def _steps(count: int) -> tuple[Callable[[int], float], str]:
+    """Where step i of `count` lies, and the axis below."""
+
+    def x(i: int) -> float:
+        return LEFT + 16 + i * (WIDTH - LEFT - 40) / max(1, count - 1)
+
+    marks = [_text(x(i), HEIGHT - BOTTOM + 16, str(i + 1)) for i in sorted({(count - 1) * n // 4 for n in range(5)})]
+    return x, "".join(marks) + _text((LEFT + WIDTH) / 2, HEIGHT - 4, "step")
+
+
 def curve(series: Mapping[str, Sequence[float]], label: str) -> str:
     """A value at every step, a line each, steps from left to right."""
     high = max(max(values) for values in series.values()) or 1.0
@@ -121,17 +131,13 @@ def curve(series: Mapping[str, Sequence[float]], label: str) -> str:
     def y(value: float) -> float:
         return TOP + (high - value) / high * (HEIGHT - TOP - BOTTOM)
 
-    def x(i: int) -> float:
-        return LEFT + 16 + i * (WIDTH - LEFT - 40) / max(1, steps - 1)
-
-    parts = [_axis(0.0, high, y)]
-    parts += [_text(x(i), HEIGHT - BOTTOM + 16, str(i + 1)) for i in sorted({(steps - 1) * n // 4 for n in range(5)})]
+    x, marks = _steps(steps)
+    parts = [_axis(0.0, high, y), marks]
     for n, (name, values) in enumerate(series.items()):
         points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(values))
         parts.append(f'<polyline class="line line-{n}" data-series="{escape(name)}" points="{points}"/>')
         parts.append(f'<rect class="key line-{n}" x="{WIDTH - 150}" y="{TOP + 4 + 18 * n}" width="12" height="12"/>')
         parts.append(_text(WIDTH - 132, TOP + 14 + 18 * n, name, "start"))
-    parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "step"))
     return _frame("".join(parts), label)
 
 
@@ -142,18 +148,14 @@ def paths(series: Sequence[tuple[str, Sequence[float], bool]], label: str) -> st
     def y(value: float) -> float:
         return TOP + (1 - value) * (HEIGHT - TOP - BOTTOM)
 
-    def x(i: int) -> float:
-        return LEFT + 16 + i * (WIDTH - LEFT - 40) / max(1, steps - 1)
-
-    parts = [_axis(0.0, 1.0, y)]
-    parts += [_text(x(i), HEIGHT - BOTTOM + 16, str(i + 1)) for i in sorted({(steps - 1) * n // 4 for n in range(5)})]
+    x, marks = _steps(steps)
+    parts = [_axis(0.0, 1.0, y), marks]
     for name, values, chosen in sorted(series, key=lambda each: each[2]):
         points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(values))
         parts.append(
             f'<polyline class="path{" chosen" if chosen else ""}" data-series="{escape(name)}" points="{points}">'
             f"<title>{escape(name)}: {values[-1]:.3f}</title></polyline>"
         )
-    parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "step"))
     return _frame("".join(parts), label)
 
 

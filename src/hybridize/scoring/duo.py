@@ -46,30 +46,23 @@ def duo_scores(
     geometry = model.plan.geometry
     full = AttentionPlan.base(geometry)
     chosen = list(batches(prompts, batch_tokens, model.device))
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        with model.temporary_plan(full):
-            with torch.no_grad():
-                teacher = [_answer_states(model, batch) for batch in chosen]
-            gates = nn.Parameter(torch.ones(geometry.layers, geometry.kv_heads, device=model.device))
-            optimizer = torch.optim.AdamW([gates], lr=LEARNING_RATE, weight_decay=0.0)
-            with morphing(model, cheap, gates), torch.enable_grad():
-                for step in range(steps):
-                    i = step % len(chosen)
-                    error = (_answer_states(model, chosen[i]) - teacher[i])[chosen[i].real]
-                    loss = error.pow(2).mean() + price * gates.abs().mean()
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                    with torch.no_grad():
-                        gates.clamp_(0, 1)
-                    if progress:
-                        progress(step + 1, steps)
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+    with model.temporary_plan(full):
+        with torch.no_grad():
+            teacher = [_answer_states(model, batch) for batch in chosen]
+        gates = nn.Parameter(torch.ones(geometry.layers, geometry.kv_heads, device=model.device))
+        optimizer = torch.optim.AdamW([gates], lr=LEARNING_RATE, weight_decay=0.0)
+        with morphing(model, cheap, gates), torch.enable_grad():
+            for step in range(steps):
+                i = step % len(chosen)
+                error = (_answer_states(model, chosen[i]) - teacher[i])[chosen[i].real]
+                loss = error.pow(2).mean() + price * gates.abs().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                with torch.no_grad():
+                    gates.clamp_(0, 1)
+                if progress:
+                    progress(step + 1, steps)
     provenance = {
         "scorer": "duo",
         "identity": geometry.identity,

@@ -23,7 +23,7 @@ from hybridize.operators.specs import OperatorSpec, spec_to_dict
 from hybridize.plan import Geometry
 from hybridize.scores import Scores
 from hybridize.training.recipe import Recipe
-from hybridize.training.stages import Report, run_stage
+from hybridize.training.stages import Report, learned_tokens, run_stage
 
 PASSES = 4  # a step reads its tokens so often, in units of a forward pass: the teacher's, its own, and a backward of two
 
@@ -44,7 +44,7 @@ class Gates(nn.Module):
 
     def forward(self, input_ids: Tensor, start: Tensor) -> dict[str, Tensor]:
         """input_ids [B, T], start [B] to {"loss"}."""
-        learned = torch.arange(1, input_ids.shape[1], device=input_ids.device) >= start[:, None]
+        learned = learned_tokens(input_ids, start)
         with torch.no_grad():
             wanted = self.attended(input_ids, learned, shut=True)
         given = self.attended(input_ids, learned, shut=False)
@@ -90,18 +90,10 @@ def learn_gates(
         cheap: what a shut gate runs; its learned parameters are those that the model holds (`holding_branches`).
     """
     stage = Gates(model, cheap, unit, recipe.price)
-    parameters = list(model.parameters())
     model.train(recipe.checkpointing)  # layers are only recomputed in training mode
     with morphing(model, cheap, stage.gates) as stage.morphs:
-        parameters += [p for morph in stage.morphs for p in morph.parameters()]
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        try:
-            how: dict[str, Any] = {"steps": recipe.steps, "rates": {"gate": recipe.gate_rate}}
-            return run_stage(stage, model, rows, recipe, folder, report, **how)
-        finally:
-            for parameter in parameters:
-                parameter.requires_grad_(True)
+        how: dict[str, Any] = {"steps": recipe.steps, "rates": {"gate": recipe.gate_rate}}
+        return run_stage(stage, model, rows, recipe, folder, report, **how)
 
 
 def gate_scores(gates: list[Any], unit: str, geometry: Geometry, cheap: OperatorSpec, recipe: Recipe) -> Scores:

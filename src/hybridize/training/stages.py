@@ -36,7 +36,7 @@ class FineTune(nn.Module):
     def forward(self, input_ids: Tensor, start: Tensor) -> dict[str, Tensor]:
         """input_ids [B, T], start [B] to {"loss"}."""
         hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
-        learned = torch.arange(1, input_ids.shape[1], device=input_ids.device) >= start[:, None]
+        learned = learned_tokens(input_ids, start)
         states, (teacher,) = hidden[:, :-1][learned], self.held
         losses = states.new_zeros(len(states), dtype=torch.float32)
         if self.ce:
@@ -46,6 +46,11 @@ class FineTune(nn.Module):
                 theirs = teacher.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1][learned]
             losses = losses + self.kl * chunked_kl(states, self.model.lm_head, theirs, teacher.lm_head)
         return {"loss": row_means(losses, learned.nonzero()[:, 0], len(input_ids)).mean()}
+
+
+def learned_tokens(input_ids: Tensor, start: Tensor) -> Tensor:
+    """Which columns of [:, :-1] predict a token from each row's `start` on, [B, T - 1] bool."""
+    return torch.arange(1, input_ids.shape[1], device=input_ids.device) >= start[:, None]
 
 
 class Transfer(nn.Module):
