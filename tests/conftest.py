@@ -61,7 +61,9 @@ OPERATORS = {
     "snapkv": hz.SnapKV(9, observe=3, pool=3),
     "linear": hz.Linear(dim=4, window=5, sinks=2),
     "linear_alone": hz.Linear("hedgehog", degree=1, dim=5, rule="sum", decay="token", rope=True, window=0, sinks=0),
-    "linear_channel": hz.Linear(degree=1, dim=6, rule="sum", decay="channel", window=5, sinks=2, sink_positions="absolute"),
+    "linear_channel": hz.Linear(
+        degree=1, dim=6, rule="sum", decay="channel", mixing=3, window=5, sinks=2, sink_positions="absolute"
+    ),
     "linear_half": hz.Linear(degree=4, dim=3, rule="sum", decay="head", window=6, sinks=1, mix="half"),
     "linear_joint": hz.Linear(dim=4, rule="sum", rope=True, window=6, sinks=0, mix="joint"),
 }

@@ -144,7 +144,7 @@ def test_linear_plans_move_no_weights():
         assert all(plan.group_order(layer) == tuple(range(8)) for layer in range(32))
         assert plan.specs()[0].rebased_distance == 68 and plan.operators["linear"].width == 136
     with pytest.raises(hz.HybridizeError, match=r"linear\.degree: got"):
-        Bench(linear="degree=3")
+        Bench(linear="degree=5")
 
 
 def test_bench_of_linear_groups(capsys, tmp_path):

@@ -400,7 +400,7 @@ def test_igal_controls(capsys, base, tmp_path, control):
         (["--method", "other"], "method"),
         (["--method", "igal", "--control", "none"], "control"),
         (["--method", "igal", "--linear", "size=3"], "linear"),
-        (["--method", "igal", "--linear", "degree=3"], "linear.degree"),
+        (["--method", "igal", "--linear", "degree=5"], "linear.degree"),
         (["--method", "igal", "--train", "steps=many"], "train.steps"),
         (["--method", "igal", "--train", "length=4096"], "train.length"),
         (["--method", "igal", "--link"], "link"),

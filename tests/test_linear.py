@@ -5,6 +5,8 @@ import torch
 
 import hybridize as hz
 from conftest import make_base, make_hybrid, make_plan
+from hybridize.operators.contract import Chunk
+from hybridize.operators.mixing import mixed_keys
 from hybridize.operators.recurrence import chunked, power_features, recurrent
 from hybridize.operators.specs import spec_from_dict, spec_to_dict
 
@@ -13,6 +15,7 @@ VARIANTS = {
     "hedgehog": hz.Linear("hedgehog", 1, 8, "sum"),
     "quadratic": hz.Linear(degree=2, dim=6, rule="sum"),
     "quadratic_delta": hz.Linear(degree=2, dim=6, rule="delta"),
+    "cubic_delta": hz.Linear(degree=3, dim=4, rule="delta"),
     "quartic": hz.Linear(degree=4, dim=4, rule="sum"),
     "quartic_delta": hz.Linear(degree=4, dim=4, rule="delta"),
     "delta": hz.Linear(degree=1, dim=16, rule="delta"),
@@ -60,7 +63,7 @@ def gradients(outs, inputs):
 
 def test_power_features_have_the_power_as_their_product():
     x, y = torch.randn(2, 7, 5, dtype=torch.float64)
-    for degree in (1, 2, 4):
+    for degree in (1, 2, 3, 4):
         product = (power_features(x, degree) * power_features(y, degree)).sum(-1)
         torch.testing.assert_close(product, (x * y).sum(-1) ** degree)
 
@@ -137,6 +140,32 @@ def test_state_survives_16k_tokens(spec):
     assert (stepped - exact).norm() / exact.norm() < 1e-3
 
 
+def test_mixed_keys_are_a_convolution_in_any_parts():
+    torch.manual_seed(0)
+    k, weights = torch.randn(2, 3, 20, 4), torch.randn(3, 3, 4)
+    whole, _ = mixed_keys(k, weights, None, Chunk(torch.arange(20)[None], 0, None, None, 2))
+    for t in (0, 1, 2, 19):
+        expected = sum(weights[:, j] * k[:, :, t - j] for j in range(3) if t >= j)
+        torch.testing.assert_close(whole[:, :, t], expected)
+    parts, before = [], None
+    for first, last in ((0, 1), (1, 12), (12, 13), (13, 20)):
+        chunk = Chunk(torch.arange(first, last)[None], first, None, None, 2)
+        mixed, before = mixed_keys(k[:, :, first:last], weights, before, chunk)
+        parts.append(mixed)
+    torch.testing.assert_close(torch.cat(parts, dim=2), whole)
+
+
+def test_mixed_keys_of_padded_rows_go_on_from_real_tokens():
+    torch.manual_seed(0)
+    k, weights = torch.randn(2, 1, 12, 4), torch.randn(1, 3, 4)
+    chunk = Chunk(torch.arange(8)[None], 0, torch.tensor([8, 1]), None, 2)
+    poisoned = k[:, :, :8].clone()
+    poisoned[1, :, 1:] = float("nan")
+    _, recent = mixed_keys(poisoned, weights, None, chunk)
+    torch.testing.assert_close(recent[0], k[0, :, 6:8])
+    torch.testing.assert_close(recent[1], torch.cat([torch.zeros(1, 1, 4), k[1, :, :1]], dim=1))
+
+
 # -- specs ----------------------------------------------------------------------------------------------------------
 
 
@@ -144,12 +173,13 @@ def test_state_survives_16k_tokens(spec):
     ("field", "options"),
     [
         ("features", {"features": "relu"}),
-        ("degree", {"degree": 3}),
+        ("degree", {"degree": 5}),
         ("dim", {"dim": 0}),
         ("rule", {"rule": "max"}),
         ("rule", {"rule": "sum", "degree": 1}),
         ("decay", {"decay": "slow"}),
         ("decay", {"decay": "channel"}),
+        ("mixing", {"mixing": 0}),
         ("rope", {"rope": 1}),
         ("window", {"window": -1}),
         ("sinks", {"window": 0}),
@@ -159,6 +189,7 @@ def test_state_survives_16k_tokens(spec):
         ("mix", {"mix": "half", "window": 0, "sinks": 0}),
         ("mix", {"mix": "joint"}),
         ("mix", {"mix": "joint", "rule": "sum", "rope": True, "sinks": 4}),
+        ("mix", {"mix": "joint", "rule": "sum", "rope": True, "sinks": 0, "mixing": 2}),
     ],
 )
 def test_bad_specs_name_the_field(field, options):
@@ -270,7 +301,7 @@ def test_two_conversions_with_one_seed_are_one(ids):
 
 def test_joint_is_the_definition(ids):
     """Both parts written out with whole matrices, for one layer's heads."""
-    from hybridize.operators.contract import Chunk, Heads
+    from hybridize.operators.contract import Heads
     from hybridize.operators.joint import JointAttention
     from hybridize.operators.linear import Branch
 
@@ -281,7 +312,7 @@ def test_joint_is_the_definition(ids):
     none = lambda *_: None  # noqa: E731
     heads = Heads(q, k, v, Chunk(torch.arange(40)[None], 0, None, None, 2), 0.3, 0.0, q, none, none, none)
     out, _ = operator(heads, None)
-    fq, fk, _, write, _ = operator.inputs(heads)
+    fq, fk, _, write, _ = operator.inputs(heads, None)
     far = (fq[:, 0] @ fk.transpose(-1, -2)) * write[:, :, None]
     logits = q @ k.transpose(-1, -2) * 0.3
     behind = torch.arange(40)[:, None] - torch.arange(40)

@@ -22,8 +22,8 @@ from hybridize.scores import Scores
 REMOTE_MODULES = (
     "errors", "files", "kernels.dispatch", "operators.spec", "operators.exact_specs", "operators.linear_spec",
     "operators.specs", "costs", "plan", "operators.contract", "operators.dense", "operators.banded", "operators.full",
-    "operators.snapkv", "operators.window", "operators.recurrence", "operators.linear", "operators.joint",
-    "operators.registry", "cache",
+    "operators.snapkv", "operators.window", "operators.recurrence", "operators.mixing", "operators.linear",
+    "operators.joint", "operators.registry", "cache",
     "layout", "content", "projections", "attention", "generation", "geometry", "modeling", "families",
 )  # fmt: skip
 LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "NOTICE", "USE_POLICY.md")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hybridize.kernels.dispatch import kernels_for
 from hybridize.operators.contract import Chunk, Heads, OneToken, Operator, State
 from hybridize.operators.linear_spec import Linear
+from hybridize.operators.mixing import mixed_keys
 from hybridize.operators.recurrence import chunked, recurrent
 from hybridize.operators.window import WindowAttention
 
@@ -44,6 +45,8 @@ class Branch(nn.Module):
         if spec.features == "power":
             self.mean_q = nn.Parameter(torch.empty(query_heads, d, dtype=f32))
             self.mean_k = nn.Parameter(torch.empty(d, dtype=f32))
+        if spec.mixing > 1:
+            self.mixing = nn.Parameter(torch.empty(spec.mixing, head_dim, dtype=f32))
         self.write = nn.Parameter(torch.empty(head_dim, dtype=f32))
         self.write_bias = nn.Parameter(torch.empty(1, dtype=f32))
         if spec.decay != "none":
@@ -61,9 +64,11 @@ class Branch(nn.Module):
         nn.init.orthogonal_(self.map_k)
         with torch.no_grad():
             self.map_q.copy_(self.map_k.expand_as(self.map_q))
-        for name in ("mean_q", "mean_k", "write", "write_bias", "decay"):
+        for name in ("mean_q", "mean_k", "write", "write_bias", "decay", "mixing"):
             if hasattr(self, name):
                 nn.init.zeros_(getattr(self, name))
+        if self.spec.mixing > 1:
+            nn.init.ones_(self.mixing[0])
         if self.spec.decay != "none":
             rate = torch.tensor(2.0).log() / HALF_LIFE * GATE_SCALE
             nn.init.constant_(self.decay_bias, float(-torch.log(torch.expm1(rate))))  # logsigmoid of it is -rate
@@ -119,7 +124,7 @@ class LinearAttention(Operator):
 
     def _read(self, heads: Heads, state: LinearState | None) -> Tensor:
         """gate * read(S, phi(q)), fp32 [B, H, T, D]."""
-        q, k, v, write, decay = self.inputs(heads)
+        q, k, v, write, decay = self.inputs(heads, state)
         out = self._through(q, k, v, write, decay, heads.chunk, state, heads.q)
         if self.spec.normalised:
             out = out[..., :-1] / (out[..., -1:] + NOTHING)
@@ -154,11 +159,19 @@ class LinearAttention(Operator):
             state.store(kept)
         return out
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """q [B, G, R, T, d], k [B, G, T, d], v [B, G, T, D], write strength [B, G, T] (0: padding), log decay; fp32."""
+    def inputs(self, heads: Heads, state: LinearState | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """q [B, G, R, T, d], k [B, G, T, d], v [B, G, T, D], write strength [B, G, T] (0: padding), log decay; fp32.
+
+        Where keys are mixed, the state takes in the last of them.
+        """
         spec, dtype = self.spec, torch.promote_types(heads.v.dtype, torch.float32)
         raw_q, raw_k = (heads.q, heads.k) if spec.rope else (heads.q_raw(), heads.k_raw())
         raw_q, raw_k, v = raw_q.to(dtype), raw_k.to(dtype), heads.v.to(dtype)
+        if spec.mixing > 1:
+            before = None if state is None or heads.chunk.offset == 0 else state.recent
+            raw_k, recent = mixed_keys(raw_k, self._stacked("mixing"), before, heads.chunk)
+            if state is not None:
+                state.recent = state.kept(state.recent, recent)
         b, g, t, _ = raw_k.shape
         q = raw_q.reshape(b, g, -1, t, raw_q.shape[-1]) @ self._stacked("map_q")
         k = raw_k @ self._stacked("map_k")
@@ -193,51 +206,60 @@ class LinearAttention(Operator):
 
 
 class LinearState(State):
-    """S [B, G, F, E] in fp32, and the window's own state. `static`: written in place."""
+    """S [B, G, F, E] and, where keys are mixed, the last raw keys [B, G, M - 1, D], both fp32, and the window's own state.
+
+    `static`: written in place.
+    """
 
     def __init__(self, near: State | None, static: bool) -> None:
         super().__init__()
         self.near = near
         self.static = static
         self.memory: Tensor | None = None
+        self.recent: Tensor | None = None
 
     def memory_for(self, v: Tensor, width: int) -> Tensor:
         """S, zeros at first, for values [B, G, T, E]."""
         if self.memory is None:
-            self.memory = v.new_zeros(*v.shape[:2], width, v.shape[-1])
-            self._pin()
+            self.store(v.new_zeros(*v.shape[:2], width, v.shape[-1]))
+        assert self.memory is not None
         return self.memory
 
     def store(self, memory: Tensor) -> None:
-        if self.static and self.memory is not None:
-            self.memory.copy_(memory)
-        else:
-            self.memory = memory
-            self._pin()
+        self.memory = self.kept(self.memory, memory)
 
-    def _pin(self) -> None:
+    def kept(self, old: Tensor | None, new: Tensor) -> Tensor:
+        """`new`, in the memory of `old` where that must not move."""
+        if self.static and old is not None:
+            return old.copy_(new)
         if self.static and not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(self.memory)
+            torch._dynamo.mark_static_address(new)
+        return new
 
     def append(self, k: Tensor, v: Tensor, chunk: Chunk) -> None:
         raise NotImplementedError("the operator writes its state: what a key becomes is learned")
 
     def tensors(self) -> list[Tensor]:
-        return ([] if self.near is None else self.near.tensors()) + ([] if self.memory is None else [self.memory])
+        own = [x for x in (self.memory, self.recent) if x is not None]
+        return ([] if self.near is None else self.near.tensors()) + own
 
     def select_rows(self, index: Tensor) -> None:
         if self.near is not None:
             self.near.select_rows(index)
         if self.memory is not None:
             self.memory = self.memory.index_select(0, index.to(self.memory.device))
+        if self.recent is not None:
+            self.recent = self.recent.index_select(0, index.to(self.recent.device))
 
     def reset(self) -> None:
         if self.near is not None:
             self.near.reset()
-        if self.static and self.memory is not None:
-            self.memory.zero_()
-        else:
-            self.memory = None
+        for name in ("memory", "recent"):
+            tensor = getattr(self, name)
+            if self.static and tensor is not None:
+                tensor.zero_()
+            else:
+                setattr(self, name, None)
 
 
 def branches_of(operators: Iterable[Operator]) -> dict[int, Branch]:

@@ -19,11 +19,12 @@ class Linear(Spec):
         features: what queries and keys become. "power": projected to `dim`, centred, l2-normalised, then the symmetric
             power of that `degree`, so that a score is (q.k)^degree; "hedgehog": softmax of the projection and of its
             negative (Zhang et al., arXiv 2402.04347).
-        degree: of the power map: 1, 2 or 4 (hedgehog: 1).
+        degree: of the power map: 1 to 4 (hedgehog: 1).
         dim: what a head's dimension is projected to (>= 1).
         rule: "sum" adds k v^T; "delta" first takes out what the state says about k (arXiv 2406.06484).
         decay: "none"; "head", one learned rate a group (simple decay); "token", from the key (gated delta rule,
             arXiv 2412.06464); "channel", from the key and for every feature (GLA, arXiv 2312.06635).
+        mixing: tokens whose keys become one key by a learned convolution (1: none), which starts at the token's own key.
         rope: rotate queries and keys first; without, the state knows no distances.
         window, sinks, sink_positions: of the exact part, as in Window; window 0 with sinks 0: the state alone.
         mix: "residual" adds to the window's answer the state's, times a gate that starts at 0; "half" is the mean of both, the
@@ -39,6 +40,7 @@ class Linear(Spec):
     dim: int = 32
     rule: str = "delta"
     decay: str = "none"
+    mixing: int = 1
     rope: bool = False
     window: int = 64
     sinks: int = 4
@@ -50,10 +52,11 @@ class Linear(Spec):
 
     def __post_init__(self) -> None:
         check_choice("linear.features", self.features, ("power", "hedgehog"))
-        check_choice("linear.degree", self.degree, (1, 2, 4))
+        check_choice("linear.degree", self.degree, (1, 2, 3, 4))
         check_integer("linear.dim", self.dim, 1)
         check_choice("linear.rule", self.rule, ("sum", "delta"))
         check_choice("linear.decay", self.decay, ("none", "head", "token", "channel"))
+        check_integer("linear.mixing", self.mixing, 1)
         check_choice("linear.rope", self.rope, (False, True))
         check_integer("linear.window", self.window, 0)
         check_integer("linear.sinks", self.sinks, 0)
@@ -67,8 +70,14 @@ class Linear(Spec):
             raise bad("linear.decay", "channel", "'none', 'head' or 'token' with another degree than 1 or with rule='delta'")
         if self.rule == "sum" and self.decay == "none" and not self.normalised:
             raise bad("linear.rule", "sum", "'delta', a decay, or an even degree: such a sum grows without bound")
-        if self.mix == "joint" and (not self.normalised or not self.rope or self.sinks or self.decay != "none"):
-            raise bad("linear.mix", "joint", "another mix, or rule='sum' with an even degree, rope, sinks=0 and decay='none'")
+        if self.mix == "joint" and (
+            not self.normalised or not self.rope or self.sinks or self.decay != "none" or self.mixing > 1
+        ):
+            raise bad(
+                "linear.mix",
+                "joint",
+                "another mix, or rule='sum' with an even degree, rope, sinks=0, decay='none' and mixing=1",
+            )
         if self.sinks and not self.window:
             raise bad("linear.sinks", self.sinks, "0 where window is 0")
 
@@ -90,7 +99,7 @@ class Linear(Spec):
     @property
     def learned(self) -> tuple[Any, ...]:
         """What the shapes and the meaning of the learned parameters follow from."""
-        return self.features, self.degree, self.dim, self.rule, self.decay, self.rope, self.mix
+        return self.features, self.degree, self.dim, self.rule, self.decay, self.mixing, self.rope, self.mix
 
     @property
     def rebased_distance(self) -> int | None:
@@ -100,7 +109,8 @@ class Linear(Spec):
         return self.near.cached_tokens(context) if self.near else 0
 
     def state_bytes(self, head_dim: int) -> int:
-        return 4 * self.width * (head_dim + self.normalised)  # always fp32; a normaliser is one more column
+        rows = self.width * (head_dim + self.normalised) + (self.mixing - 1) * head_dim  # a normaliser is one more column
+        return 4 * rows  # always fp32
 
     def visible_pairs(self, context: int) -> int:
         return self.near.visible_pairs(context) if self.near else 0
@@ -117,6 +127,7 @@ class Linear(Spec):
     def label(self) -> str:
         what = "Hedgehog" if self.features == "hedgehog" else f"degree {self.degree}"
         text = f"linear {what} of {self.dim}" + (", delta" if self.rule == "delta" else "")
+        text += f", keys of {self.mixing}" if self.mixing > 1 else ""
         text += ("" if self.decay == "none" else f", {self.decay} decay") + (", RoPE" if self.rope else "")
         join = {"residual": " + ", "half": " / ", "joint": " & "}[self.mix]
         return text + (f"{join}{self.near.label()}" if self.near else "")
