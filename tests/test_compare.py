@@ -256,6 +256,9 @@ def test_estimate():
         ({"view": -1}, "view"),
         ({"lengths": ()}, "lengths"),
         ({"choice": ("a/x.jsonl", "b/x.jsonl")}, "'x'"),
+        ({"ruler_method": "sample"}, "ruler_method"),
+        ({"ruler_method": "argmax", "ruler": ("vt",)}, "'vt'"),
+        ({"ruler_method": "argmax", "qa": ("squad.json",)}, "squad"),
     ],
 )
 def test_bad_proofs(change, expected):

@@ -223,9 +223,9 @@ def test_needle_prompts(tokenizer, kind):
         assert abs(place - prompt.depth) < 0.25
         statement = (
             re.escape(KINDS[kind].statement)
-            .replace(r"\{key\}", r"\w+")
+            .replace(r"\{key\}", r"[\w-]+")
             .replace(r"\{name\}", r"\w+")
-            .replace(r"\{value\}", r"[\w ]+")
+            .replace(r"\{value\}", r"[\w -]+")
         )
         assert len(re.findall(statement, whole)) == 1 + KINDS[kind].decoys
 

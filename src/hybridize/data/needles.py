@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,7 @@ NAMES = (
 class NeedleKind:
     """statement, question and prefix take {key} and {value}, a statement {name} too; `value` draws one.
 
-    decoys: more needles of other keys.
+    decoys: more needles of other keys. pairs: a key is two words, so that keys are often half alike.
     """
 
     statement: str
@@ -35,9 +37,10 @@ class NeedleKind:
     prefix: str
     value: Callable[[random.Random], str]
     decoys: int = 0
+    pairs: bool = False
 
 
-def _number(rng: random.Random) -> str:
+def a_number(rng: random.Random) -> str:
     return str(rng.randint(1_000_000, 9_999_999))
 
 
@@ -49,14 +52,23 @@ def _code(rng: random.Random) -> str:
     return "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(4)) + str(rng.randint(100, 999))
 
 
-_MAGIC = (
-    "One of the special magic numbers for {key} is: {value}.",
-    "What is the special magic number for {key} mentioned in the provided text?",
-    "The special magic number for {key} mentioned in the provided text is:",
-)
+def a_uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def _magic(what: str) -> tuple[str, str, str]:
+    return (
+        f"One of the special magic {what}s for {{key}} is: {{value}}.",
+        f"What is the special magic {what} for {{key}} mentioned in the provided text?",
+        f"The special magic {what} for {{key}} mentioned in the provided text is:",
+    )
+
+
 KINDS: dict[str, NeedleKind] = {
-    "number": NeedleKind(*_MAGIC, _number),
-    "multikey": NeedleKind(*_MAGIC, _number, decoys=3),
+    "number": NeedleKind(*_magic("number"), a_number),
+    "multikey": NeedleKind(*_magic("number"), a_number, decoys=3),
+    "manykeys": NeedleKind(*_magic("number"), a_number, decoys=15, pairs=True),
+    "uuid": NeedleKind(*_magic("uuid"), a_uuid),
     "words": NeedleKind(
         "The secret words of the {key} society are: {value}.",
         "What are the secret words of the {key} society mentioned in the provided text?",
@@ -79,7 +91,7 @@ KINDS: dict[str, NeedleKind] = {
         "The {key} courier is called {name}. The number that {name} carries is: {value}.",
         "What is the number that the {key} courier mentioned in the provided text carries?",
         "The number that the {key} courier mentioned in the provided text carries is:",
-        _number,
+        a_number,
     ),
 }
 CALIBRATION_KINDS = ("code", "friend", "multikey", "number", "words")
@@ -186,7 +198,7 @@ def chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 def needle_prompt(hay: Haystack, kind_name: str, length: int, depth: float, rng: random.Random) -> Prompt:
     """One prompt of a kind, its asked needle at `depth`; everything else is drawn from `rng`."""
     kind = KINDS[kind_name]
-    keys = rng.sample(KEYS, 1 + kind.decoys)
+    keys = _keys(kind, rng)
     values = [kind.value(rng) for _ in keys]
     key, value = keys[0], values[0]
     head = hay.head + hay.encode(INTRO)
@@ -212,6 +224,13 @@ def needle_prompt(hay: Haystack, kind_name: str, length: int, depth: float, rng:
     at = next(i for i in range(*text) if ids[i : i + len(asked)] == asked)
     prompt_len = len(ids) - len(whole) + shared
     return Prompt(tuple(ids), prompt_len, kind_name, length, depth, value, (at, at + len(asked)), text)
+
+
+def _keys(kind: NeedleKind, rng: random.Random) -> list[str]:
+    """The asked key and those of the decoys, all different."""
+    if not kind.pairs:
+        return rng.sample(KEYS, 1 + kind.decoys)
+    return ["-".join(pair) for pair in rng.sample(list(itertools.permutations(KEYS, 2)), 1 + kind.decoys)]
 
 
 def sentence_end(hay: Haystack, body: list[int], wanted: int) -> int:

@@ -17,18 +17,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridize.data.needles import chat_frame
+from hybridize.data.needles import Prompt, chat_frame
 from hybridize.data.ruler_tasks import TASKS, Example, Task
 from hybridize.errors import bad
 from hybridize.files import write_bytes
 
 # of the prompts kept on disk: raise it when a task's text changes
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 2
 
 
 @dataclass(frozen=True)
 class RulerPrompt:
-    """One example: prompt ids [n], room for `new_tokens` behind them, and the strings that a right answer contains."""
+    """One example: prompt ids [n], room for `new_tokens` behind them, and the strings that a right answer contains.
+
+    answer: ids of the one right answer, where there is only one.
+    """
 
     task: str
     length: int
@@ -36,6 +39,13 @@ class RulerPrompt:
     new_tokens: int
     references: tuple[str, ...]
     metric: str
+    answer: tuple[int, ...] = ()
+
+    def forced(self) -> Prompt:
+        """Prompt and answer together, for teacher forcing."""
+        if not self.answer:
+            raise bad("ruler_method", "argmax", f"'generate' for task {self.task!r}, which has no one right answer")
+        return Prompt(self.ids + self.answer, len(self.ids), self.task, self.length, 0.0, self.references[0])
 
 
 def ruler_prompts(
@@ -71,6 +81,10 @@ def ruler_prompts(
     def ids_of(example: Example) -> list[int]:
         return [*head, *encode(example.text), *tail, *encode(example.prefix.strip())]
 
+    def answer_of(example: Example) -> list[int]:
+        start, whole = encode(example.prefix.strip()), encode(f"{example.prefix.strip()} {example.references[0]}")
+        return whole[len(start) :] if whole[: len(start)] == start else encode(f" {example.references[0]}")
+
     room = length - definition.new_tokens
     for i in range(start, count):
 
@@ -83,7 +97,9 @@ def ruler_prompts(
         if tokens(definition.smallest) > room:
             raise bad("length", length, f"at least {tokens(definition.smallest) + definition.new_tokens} for task {name!r}")
         example = made(_largest(tokens, definition.smallest, room))
-        yield RulerPrompt(name, length, tuple(ids_of(example)), definition.new_tokens, example.references, definition.metric)
+        answer = tuple(answer_of(example)) if definition.one else ()
+        given = (tuple(ids_of(example)), definition.new_tokens, example.references, definition.metric)
+        yield RulerPrompt(name, length, *given, answer)
 
 
 def _largest(tokens: Callable[[int], int], smallest: int, room: int) -> int:
@@ -154,7 +170,8 @@ def _read_prompts(path: Path) -> list[RulerPrompt]:
         return []
     try:
         rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
-        return [RulerPrompt(**{**row, "ids": tuple(row["ids"]), "references": tuple(row["references"])}) for row in rows]
+        listed = ("ids", "references", "answer")
+        return [RulerPrompt(**{**row, **{name: tuple(row[name]) for name in listed}}) for row in rows]
     except (OSError, EOFError, ValueError, TypeError, KeyError):
         return []  # made again, the same: it is only a cache
 

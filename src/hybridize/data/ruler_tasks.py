@@ -6,12 +6,11 @@ import itertools
 import random
 import re
 import string
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hybridize.data.needles import KEYS
+from hybridize.data.needles import a_number, a_uuid
 from hybridize.errors import bad
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -24,6 +23,17 @@ ADJECTIVES = (
     "narrow neat noble odd old pale plain polite proud quick quiet rapid rare rich rough round royal rusty sharp shiny "
     "short shy silent simple slow small smooth soft solid sour steady steep stiff strange strong sunny sweet swift tall "
     "tame tender thick thin tidy tiny tough tranquil vast vivid warm wide wild wise witty young "
+).split()
+NOUNS = (  # none of them a key of needles.py, which models are trained on
+    "acorn airport almond ankle apron army artist attic author badge bakery balloon banker barrel basket beetle bicycle "
+    "blanket blossom border bracelet brother bucket buffalo cabin camel captain caravan carrot cellar chapel cheese chimney "
+    "clarinet cloud cottage cousin cradle curtain cushion dancer deer dentist doctor dolphin donkey drawer drum elbow "
+    "elephant envelope farmer fence finger fiction flower fountain freedom garlic gate giraffe glove goat grandson guitar "
+    "harvest hedge horse hospital hotel jewel journey judge kitchen kitten lake lawyer library lion lobster market mayor "
+    "meal melody mineral morning mosquito museum mustard nephew night notebook ocean onion orchard oven palace pancake "
+    "parade parcel peanut pencil pepperoni piano pirate poet potato prairie prince pupil railway rainbow restaurant "
+    "rooster sailor sausage scarf school sheep sister soldier song spoon squirrel stadium station storm sugar teacher "
+    "theater ticket tomato trumpet uncle village violin volcano wagon waiter weather wheel wolf yogurt zebra"
 ).split()
 
 
@@ -40,7 +50,8 @@ class Example:
 class Task:
     """build(rng, size, text) makes an example with `size` units of filler; more units never make it shorter.
 
-    `short` does where less than 4096 tokens are asked for (the published cwe has smaller lists there).
+    `short` does where less than 4096 tokens are asked for (the published cwe has smaller lists there). `one`: a right answer
+    is the one reference, right behind the prefix.
     """
 
     build: Callable[[random.Random, int, str], Example]
@@ -48,6 +59,7 @@ class Task:
     metric: str = "all"
     smallest: int = 1
     short: Callable[[random.Random, int, str], Example] | None = None
+    one: bool = False
 
     def build_for(self, length: int) -> Callable[[random.Random, int, str], Example]:
         return self.short if self.short is not None and length < SHORT else self.build
@@ -57,18 +69,10 @@ class Task:
 
 
 def _word(rng: random.Random) -> str:
-    return f"{rng.choice(ADJECTIVES)}-{rng.choice(KEYS)}"
+    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
 
 
-def _number(rng: random.Random) -> str:
-    return str(rng.randint(1_000_000, 9_999_999))
-
-
-def _uuid(rng: random.Random) -> str:
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
-
-_DRAW = {"words": _word, "numbers": _number, "uuids": _uuid}
+_DRAW = {"words": _word, "numbers": a_number, "uuids": a_uuid}
 
 
 def niah(haystack: str, key: str, value: str, keys: int = 1, values: int = 1, queries: int = 1) -> Callable[..., Example]:
@@ -231,12 +235,12 @@ def frequent_words(rng: random.Random, size: int, text: str) -> Example:
 
 
 TASKS: dict[str, Task] = {
-    "niah_single_1": Task(niah("noise", "words", "numbers"), 128),
-    "niah_single_2": Task(niah("essay", "words", "numbers"), 128, smallest=64),
-    "niah_single_3": Task(niah("essay", "words", "uuids"), 128, smallest=64),
-    "niah_multikey_1": Task(niah("essay", "words", "numbers", keys=4), 128, smallest=64),
-    "niah_multikey_2": Task(niah("needle", "words", "numbers"), 128),
-    "niah_multikey_3": Task(niah("needle", "uuids", "uuids"), 128),
+    "niah_single_1": Task(niah("noise", "words", "numbers"), 128, one=True),
+    "niah_single_2": Task(niah("essay", "words", "numbers"), 128, smallest=64, one=True),
+    "niah_single_3": Task(niah("essay", "words", "uuids"), 128, smallest=64, one=True),
+    "niah_multikey_1": Task(niah("essay", "words", "numbers", keys=4), 128, smallest=64, one=True),
+    "niah_multikey_2": Task(niah("needle", "words", "numbers"), 128, one=True),
+    "niah_multikey_3": Task(niah("needle", "uuids", "uuids"), 128, one=True),
     "niah_multivalue": Task(niah("essay", "words", "numbers", values=4), 128, smallest=64),
     "niah_multiquery": Task(niah("essay", "words", "numbers", queries=4), 128, smallest=64),
     "vt": Task(variable_tracking, 30, smallest=5),

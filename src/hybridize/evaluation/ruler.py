@@ -1,14 +1,16 @@
-"""RULER scores: greedy answers in left-padded batches, and the share of references they contain."""
+"""RULER scores: greedy answers in left-padded batches, and the share of references they contain; or, at a prefill's cost
+where there is one right answer, whether greedy decoding would begin with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hybridize.answers import greedy_texts, within_tokens
 from hybridize.data.ruler import RulerPrompt
 from hybridize.errors import bad
 from hybridize.evaluation.cells import Cell
+from hybridize.evaluation.retrieval import retrieval_hits
 
 
 def ruler_score(answer: str, references: Sequence[str], metric: str) -> float:
@@ -32,6 +34,25 @@ def ruler_answers(
         texts = greedy_texts(model, tokenizer, [p.ids for p in batch], [p.new_tokens for p in batch])
         answered += zip(batch, texts, strict=True)
     return answered
+
+
+def forced_cells(
+    model: Any,
+    prompts: Sequence[RulerPrompt],
+    *,
+    batch_tokens: int = 16384,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Cell]:
+    """One cell a (task, length): 1 where every token of the right answer is the argmax behind those before it.
+
+    That is stricter than `ruler_cells`, which finds the answer anywhere in what was written.
+    """
+    forced = [prompt.forced() for prompt in prompts]
+    hits = retrieval_hits(model, forced, batch_tokens=batch_tokens, progress=progress)
+    found: dict[tuple[str, int], list[float]] = {}
+    for prompt, hit in zip(prompts, hits, strict=True):
+        found.setdefault((prompt.task, prompt.length), []).append(float(hit))
+    return [Cell(task, "score", "share", tuple(scores), context=length) for (task, length), scores in found.items()]
 
 
 def ruler_cells(answered: Sequence[tuple[RulerPrompt, str]]) -> list[Cell]:

@@ -24,7 +24,7 @@ from hybridize.evaluation.drift import base_path, chain_cell, drift_prompts, fre
 from hybridize.evaluation.longtext import long_answers, long_cells
 from hybridize.evaluation.perplexity import position_cells, sliding_cell
 from hybridize.evaluation.retrieval import retrieval_cells, retrieval_hits
-from hybridize.evaluation.ruler import ruler_answers, ruler_cells
+from hybridize.evaluation.ruler import forced_cells, ruler_answers, ruler_cells
 
 DRIFT_PROMPT = 512  # tokens before a long generation, about
 CHOICE_TOKENS = 32768  # many short rows: logits over the vocabulary, not keys, are what fills the memory
@@ -43,6 +43,7 @@ class Proof:
         method: "argmax" or "generate", of needles.
         perplexity_windows: stretches for perplexity by position; 0: none.
         ruler: task names. qa: SQuAD or HotpotQA files. choice: jsonl sets or folders; limit: rows of each.
+        ruler_method: "generate", or, where every task has one right answer, "argmax": teacher-forced, one prefill a prompt.
         perplexity: files whose whole text is scored with a sliding `stride` (default half the view) at `view` tokens
             (default the shortest length); limit: views of each.
         long: LongBench or LongMemEval files, read up to the longest length.
@@ -59,6 +60,7 @@ class Proof:
     perplexity_windows: int = 4
     batch_tokens: int = 4096
     ruler: tuple[str, ...] = ()
+    ruler_method: str = "generate"
     qa: tuple[str, ...] = ()
     choice: tuple[str, ...] = ()
     perplexity: tuple[str, ...] = ()
@@ -83,6 +85,10 @@ class Proof:
             raise bad("lengths", self.lengths, "numbers of at least 1")
         if unknown := [task for task in self.ruler if task not in TASKS]:
             raise bad("ruler", unknown[0], f"'all' or names of {sorted(TASKS)}")
+        if self.ruler_method not in ("generate", "argmax"):
+            raise bad("ruler_method", self.ruler_method, "'generate' or 'argmax'")
+        if self.ruler_method == "argmax" and (many := [*self.qa, *(task for task in self.ruler if not TASKS[task].one)]):
+            raise bad("ruler_method", "argmax", f"'generate' for {many[0]!r}, which has no one right answer")
         for name in ("qa", "choice", "perplexity", "long"):
             stems = [Path(file).stem for file in getattr(self, name)]
             if twice := sorted({stem for stem in stems if stems.count(stem) > 1}):
@@ -158,6 +164,8 @@ def _ruler(tokenizer: Any, proof: Proof, text: Callable[[], str]) -> list[Measur
 
     def run(length: int, first: int, last: int, model: Any, tick: Tick) -> list[Cell]:
         prompts = made(length)[first:last]
+        if proof.ruler_method == "argmax":
+            return forced_cells(model, prompts, batch_tokens=proof.batch_tokens, progress=tick)
         return ruler_cells(ruler_answers(model, tokenizer, prompts, batch_tokens=length * len(prompts)))
 
     found = []
@@ -165,7 +173,8 @@ def _ruler(tokenizer: Any, proof: Proof, text: Callable[[], str]) -> list[Measur
         count, rows = len(tasks) * proof.prompts, max(1, proof.batch_tokens // length)
         for first in range(0, count, rows):
             last = min(first + rows, count)
-            room = max(task.new_tokens for _, task, _ in tasks[first // proof.prompts : (last - 1) // proof.prompts + 1])
+            steps = [] if proof.ruler_method == "argmax" else tasks[first // proof.prompts : (last - 1) // proof.prompts + 1]
+            room = max((task.new_tokens for _, task, _ in steps), default=0)
             made_of = partial(run, length, first, last)
             found.append(Measure(f"ruler-{length}-{first}", "ruler", length * (last - first), room, made_of, length))
     return found
