@@ -235,6 +235,28 @@ def test_models_run_on_the_kernels(ids, operator, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("operator", ["window_rebased", "linear", "mixed"])
+def test_training_under_autocast(family, operator, ids, monkeypatch):
+    """fp32 masters: projections come out in half precision, norms and cosines do not, and kernels take one dtype."""
+    model = make_hybrid(make_base(family), operator).train()
+    results, taken = [], []
+    monkeypatch.setattr(
+        "hybridize.kernels.window.window_attention",
+        lambda *a, **k: taken.append({x.dtype for x in (*a[:5], k["q_sink"]) if x is not None}) or window_attention(*a, **k),
+    )
+    for chosen in ("reference", "triton"):
+        monkeypatch.setenv("HYBRIDIZE_KERNELS", chosen)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16):  # Triton's interpreter has no bf16
+            loss = model(ids, labels=ids, prompt_len=torch.tensor([30, 25])).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert taken and all(dtypes == {torch.float16} for dtypes in taken)
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-3 * max(1.0, b.abs().max().item()))
+
+
 def test_gradients_where_only_values_are_trained(ids, monkeypatch):
     """Queries without gradient say nothing about keys and values."""
     base = make_base("qwen3")

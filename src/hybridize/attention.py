@@ -117,7 +117,8 @@ class HybridAttention(HeadLayout):
         shape = (*hidden.shape[:-1], -1, self.head_dim)
         row = context.row
         q_raw, k_raw, v = (x.view(shape) for x in project(hidden, (self.q_proj, self.k_proj, self.v_proj), row))
-        q_raw, k_raw, v = self.q_norm(q_raw).transpose(1, 2), self.k_norm(k_raw).transpose(1, 2), v.transpose(1, 2)
+        # under autocast norms and cosines are wider than the projections: what attends together has one dtype
+        q_raw, k_raw, v = (x.to(v.dtype).transpose(1, 2) for x in (self.q_norm(q_raw), self.k_norm(k_raw), v))
         cache = context.cache
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_raw, k_raw, v, *self.operators.parameters()))
         kernels = None
@@ -225,7 +226,7 @@ class HybridAttention(HeadLayout):
     ) -> Heads:
         def q_sink(distance: int) -> Tensor:
             raw = q_raw[:, heads]
-            return apply_rotary_pos_emb(raw, raw, *context.sink_rotation(distance))[0]
+            return apply_rotary_pos_emb(raw, raw, *context.sink_rotation(distance))[0].to(raw.dtype)
 
         return Heads(
             q=q[:, heads],
@@ -253,9 +254,11 @@ def _join(spans: Sequence[Heads], outputs: Sequence[Tensor], room: Tensor | None
 
 
 def rotated(q: Tensor, k: Tensor, rotation: Rotation) -> Rotation:
-    """RoPE of q [B, H, T, D] and k [B, G, T, D]; the compiler of a traced graph needs no kernel for it."""
-    kernels = None if torch.compiler.is_compiling() else kernels_for("rotary", q)
-    return apply_rotary_pos_emb(q, k, *rotation) if kernels is None else kernels.rotate(q, k, *rotation)
+    """RoPE of q [B, H, T, D] and k [B, G, T, D], in their dtype; the compiler of a traced graph needs no kernel for it."""
+    if (kernels := None if torch.compiler.is_compiling() else kernels_for("rotary", q)) is not None:
+        return kernels.rotate(q, k, *rotation)
+    q_turned, k_turned = apply_rotary_pos_emb(q, k, *rotation)
+    return q_turned.to(q.dtype), k_turned.to(k.dtype)
 
 
 class HybridDecoderLayer(GradientCheckpointingLayer):
