@@ -20,12 +20,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hybridize.kernels.decode import one_token_attention
 from hybridize.kernels.matvec import matvec
 from hybridize.kernels.rotary import rotate
-from hybridize.kernels.states import states
 from hybridize.kernels.window import window_attention
 from hybridize.operators.banded import banded_attention
 from hybridize.operators.contract import write_at
 from hybridize.operators.dense import explicit_attention
-from hybridize.operators.recurrence import states_between
 from hybridize.results import results, write_results
 
 LIMIT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -194,24 +192,6 @@ def matvec_case(rng, dtype, d, r, most, rebased):
     return dict(e=e, rows=sizes), {"out": error(mine, x.float() @ torch.cat(weights).float().T)}
 
 
-def states_case(rng, dtype, d, r, most, rebased):
-    """fp32 whatever the model runs in."""
-    b, g, n, c = rng.choice([1, 2]), rng.choice([1, 2, 4]), rng.randint(1, 20 if GPU else 4), rng.choice([16, 64, 100, 256])
-    f, e = rng.choice([d, rng.randint(1, 600 if GPU else 70)]), rng.choice([d, d + 1])
-    torch.manual_seed(rng.randrange(10**6))
-    u, asked, left = (torch.randn(b, g, n, *s, device=DEVICE) / 4 for s in ((c, e), (c, f), (f, c)))
-    left, state = left / c**0.5, torch.randn(b, g, f, e, device=DEVICE)
-    total = torch.rand(b, g, n, 1, 1, device=DEVICE) if rng.random() < 0.5 else None
-    asked = asked / f**0.5 if total is None or rng.random() < 0.5 else None
-    torch.empty, like = poisoned, torch.empty_like
-    torch.empty_like = lambda x, **how: like(x, **how).fill_(float("nan"))
-    mine = states(u, asked, left, total, state)
-    torch.empty, torch.empty_like = REAL_EMPTY, like
-    exact = states_between(*(None if x is None else x.double() for x in (u, asked, left, total, state)))
-    errors = {name: error(x, y.float()) for name, x, y in zip(("before", "written", "last"), mine, exact)}
-    return dict(b=b, g=g, n=n, c=c, f=f, e=e), {name: value * LIMIT[dtype] / 1e-5 for name, value in errors.items()}
-
-
 def far_offsets():
     """Tensors of more than 2^31 elements: the last tokens of the last head must be theirs."""
     t, h, d, size = (1 << 17) + 5, 130, 128, 64
@@ -242,7 +222,7 @@ def check_kind(number, kind, cases, until):
     """Rows of one kind's random cases, of both kernels."""
     torch.backends.cuda.matmul.allow_tf32 = False
     rng, (dtype, *shape), rows = random.Random(number), kind, []
-    for case in (window_case, decode_case, taken_case, rotary_case, matvec_case, states_case) * cases:
+    for case in (window_case, decode_case, taken_case, rotary_case, matvec_case) * cases:
         if time.time() > until:
             break
         facts, errors = case(rng, dtype, *shape)

@@ -10,14 +10,12 @@ from conftest import BASES, make_base, make_hybrid, make_plan
 from hybridize.kernels import dispatch
 from hybridize.operators.banded import banded_attention
 from hybridize.operators.contract import write_at
-from hybridize.operators.recurrence import states_between
 
 pytest.importorskip("triton")
 from hybridize.kernels import proof
 from hybridize.kernels.decode import one_token_attention
 from hybridize.kernels.matvec import matvec
 from hybridize.kernels.rotary import rotate
-from hybridize.kernels.states import states
 from hybridize.kernels.window import window_attention
 
 DEVICE = "cpu"  # scripts/gpu_check.py is the GPU's
@@ -338,34 +336,6 @@ def test_matvec_kernel_is_the_linear_layers(e, sizes):
     torch.testing.assert_close(matvec(x, weights), torch.cat([x @ w.T for w in weights], dim=1), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("asked", "total"), [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize(("n", "c", "f", "e"), [(1, 16, 5, 16), (5, 20, 33, 17), (3, 64, 130, 40), (4, 100, 64, 8)])
-def test_states_kernel_is_the_loop(n, c, f, e, asked, total):
-    u, a, left = (torch.randn(2, 3, n, *s) / 4 for s in ((c, e), (c, f), (f, c)))
-    given = (u, a if asked else None, left / c**0.5, torch.rand(2, 3, n, 1, 1) if total else None, torch.randn(2, 3, f, e))
-    for mine, theirs in zip(states(*given), states_between(*given)):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("operator", ["linear_alone", "linear_half", "linear_joint"])
-def test_a_long_prompt_goes_through_the_states_kernel(operator, monkeypatch):
-    base = make_base("llama", num_hidden_layers=1)
-    model, ids = make_hybrid(base, operator), torch.randint(3, 300, (1, 130))
-    found, calls = [], []
-    monkeypatch.setattr("hybridize.kernels.states.states", lambda *a: calls.append(1) or states(*a))
-    for chosen in ("reference", "triton"):
-        monkeypatch.setenv("HYBRIDIZE_KERNELS", chosen)
-        cache = model.new_cache()
-        with torch.no_grad():
-            found.append(model(ids, past_key_values=cache).logits)
-            found.append(model(ids[:, :30], past_key_values=cache).logits)
-    torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[3], found[1], rtol=1e-4, atol=1e-4)
-    assert bool(calls) == (operator != "linear_joint")  # a plain sum needs no order
-    calls.clear()
-    assert model(ids, use_cache=True).logits.requires_grad and not calls  # it has no backward
-
-
 @pytest.mark.parametrize("family", BASES)
 def test_a_step_of_one_row_is_the_modules_own(family, ids, monkeypatch):
     """Biases, no biases; a layer that is more than its weight keeps its own forward."""
@@ -496,9 +466,6 @@ def test_kernels_prove_themselves(monkeypatch):
     monkeypatch.setattr(proof, "matvec", lambda x, weights: matvec(x, weights[::-1]))
     assert "matvec by" in proof.why_wrong(device, torch.float32, 16)
     monkeypatch.setattr(proof, "matvec", matvec)
-    assert proof.why_states_wrong(device) is None
-    monkeypatch.setattr(proof, "states", lambda u, a, k, total, s: states(u, a, k, total * 0.99, s))
-    assert "states by" in proof.why_states_wrong(device) and proof.why_wrong(device, torch.float32, 16) is None
     monkeypatch.setattr(proof, "one_token_attention", broken)
     assert "no such instruction" in proof.why_wrong(device, torch.float32, 16)
     said, q = [], torch.zeros(1, 2, 4, 16, device=device)

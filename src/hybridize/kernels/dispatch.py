@@ -58,7 +58,7 @@ def load(name: str) -> Any:
 def prepare() -> None:
     """Load the kernels where they may be asked for: a graph that is being traced cannot import them."""
     if mode() == "triton" or (mode() == "auto" and torch.cuda.is_available()):
-        for name in ("window", "decode", "rotary", "matvec", "states", "proof"):
+        for name in ("window", "decode", "rotary", "matvec", "proof"):
             load(name)
 
 
@@ -108,16 +108,14 @@ def _why_not(name: str, q: Tensor, dropout: float) -> str | None:
         return "the kernels have no attention dropout"
     if q.dtype == torch.float32 and q.device.type == "cuda" and torch.is_grad_enabled() and q.requires_grad:
         return "their fp32 backward takes minutes to compile (autocast to bf16, and it is compiled in seconds)"
-    return _proven(name, q)
+    return _proven(q)
 
 
-def _proven(name: str, q: Tensor) -> str | None:
+def _proven(q: Tensor) -> str | None:
     """Why kernels are not to be trusted with such queries; found out once, outside of any traced graph."""
-    states = name == "states"  # theirs is a proof of its own: where it fails, attention keeps its kernels
-    key = (q.device, "states") if states else (q.device, q.dtype, q.shape[-1])
+    key = (q.device, q.dtype, q.shape[-1])
     if key not in PROVEN:
         if torch.compiler.is_compiling():
             return None  # the eager prefill before it found out, or nothing has run yet
-        proof = load("proof")
-        PROVEN[key] = proof.why_states_wrong(q.device) if states else proof.why_wrong(q.device, q.dtype, q.shape[-1])
+        PROVEN[key] = load("proof").why_wrong(*key)
     return PROVEN[key]

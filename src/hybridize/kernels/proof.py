@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hybridize.kernels.decode import one_token_attention
 from hybridize.kernels.matvec import matvec
 from hybridize.kernels.rotary import rotate
-from hybridize.kernels.states import states
 from hybridize.kernels.window import window_attention
 
 LIMIT = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-3}
@@ -30,11 +29,6 @@ def why_wrong(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
         return found | _matvec_errors(device, dtype)
 
     return _verdict(device, errors, LIMIT[dtype])
-
-
-def why_states_wrong(device: torch.device) -> str | None:
-    """The same of linear attention's states, which are fp32 whatever the model runs in."""
-    return _verdict(device, lambda: _state_errors(device), 1e-5)
 
 
 def _verdict(device: torch.device, check: Callable[[], dict[str, float]], limit: float) -> str | None:
@@ -121,20 +115,6 @@ def _rotary_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> d
 def _matvec_errors(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     x, *weights = (torch.randn(n, 1500, device=device, dtype=dtype) for n in (1, 40, 24, 8))
     return {"matvec": _error(matvec(x, weights), x.float() @ torch.cat(weights).float().T)}
-
-
-def _state_errors(device: torch.device) -> dict[str, float]:
-    """Chunks of 40 tokens, 70 features, 24 columns."""
-    u, asked, left = (torch.randn(1, 2, 5, *s, device=device) / 8 for s in ((40, 24), (40, 70), (70, 40)))
-    total, state = torch.rand(1, 2, 5, 1, 1, device=device), torch.randn(1, 2, 70, 24, device=device)
-    mine = states(u, asked, left, total, state)
-    before, written = [], []
-    for n in range(5):
-        before.append(state)
-        written.append(u[:, :, n] - asked[:, :, n] @ state)
-        state = total[:, :, n] * state + left[:, :, n] @ written[-1]
-    wanted = (torch.stack(before, dim=2), torch.stack(written, dim=2), state)
-    return {"states": max(_error(*pair) for pair in zip(mine, wanted, strict=True))}
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:

@@ -52,4 +52,4 @@ class JointAttention(LinearAttention):
         """[B, H, T, D + 1]: values and weights of the far part; `left`: the keys that leave the window, one a step."""
         q, k, v, write, decay = self.inputs(left, None)
         write = write * (left.chunk.positions >= self.spec.window)[:, None]
-        return self._through(q, k, v, write, decay, left.chunk, state, left.q).flatten(1, 2)
+        return self._through(q, k, v, write, decay, left.chunk, state).flatten(1, 2)

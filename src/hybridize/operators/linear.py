@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridize.kernels.dispatch import kernels_for
 from hybridize.operators.contract import Chunk, Heads, OneToken, Operator, State
 from hybridize.operators.linear_spec import Linear
 from hybridize.operators.mixing import mixed_keys
@@ -125,7 +124,7 @@ class LinearAttention(Operator):
     def _read(self, heads: Heads, state: LinearState | None) -> Tensor:
         """gate * read(S, phi(q)), fp32 [B, H, T, D]."""
         q, k, v, write, decay = self.inputs(heads, state)
-        out = self._through(q, k, v, write, decay, heads.chunk, state, heads.q)
+        out = self._through(q, k, v, write, decay, heads.chunk, state)
         if self.spec.normalised:
             out = out[..., :-1] / (out[..., -1:] + NOTHING)
         return (out * self._stacked("gate")[None, :, :, None, None]).flatten(1, 2)
@@ -139,10 +138,9 @@ class LinearAttention(Operator):
         decay: Tensor | None,
         chunk: Chunk,
         state: LinearState | None,
-        like: Tensor,
     ) -> Tensor:
         """What queries read of a state that the chunk goes through, [B, G, R, T, D], and a column of weights behind, where
-        scores are weights. `like`: the layer's own queries, for whose dtype and size kernels are chosen."""
+        scores are weights."""
         spec, delta = self.spec, self.spec.rule == "delta"
         if spec.normalised:
             v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
@@ -151,10 +149,7 @@ class LinearAttention(Operator):
             state.store(after)
             return out
         before = None if state is None or chunk.offset == 0 else state.memory_for(v, spec.width)
-        states = None
-        if q.dtype == torch.float32 and not torch.is_grad_enabled() and (kernels := kernels_for("states", like)) is not None:
-            states = kernels.states
-        out, kept = chunked(q, k, v, write, decay, before, spec.degree, delta, state is not None, states=states)
+        out, kept = chunked(q, k, v, write, decay, before, spec.degree, delta, state is not None)
         if state is not None and kept is not None:
             state.store(kept)
         return out

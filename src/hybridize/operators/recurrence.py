@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import combinations_with_replacement
 
@@ -88,7 +87,6 @@ def chunked(
     delta: bool = False,
     keep_state: bool = True,
     size: int | None = None,
-    states: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Chunk by chunk: pairs inside a chunk by their scores, everything before it through the state.
 
@@ -96,7 +94,6 @@ def chunked(
         state: what came before, None for nothing.
         keep_state: whether the state at the end is wanted; without, a single chunk needs no features at all.
         size: tokens a chunk, None for what costs least.
-        states: a kernel in place of `states_between`, where no gradient is asked for.
     """
     tokens = k.shape[2]
     channel = g is not None and g.dim() == 4
@@ -117,7 +114,7 @@ def chunked(
             assert decay is not None
             out, state = _channel_chunk(*given, decay, state)
         else:
-            out, state = _segment(*given, decay, state, degree, delta, size, states or states_between)
+            out, state = _segment(*given, decay, state, degree, delta, size)
         outs.append(out)
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=3), state
 
@@ -127,7 +124,7 @@ def chunk_size(tokens: int, dim: int, degree: int, alone: bool, on_gpu: bool) ->
     if alone and tokens <= 2048:
         return max(tokens, 1)
     wide = 1 << (math.comb(dim + degree - 1, degree) - 1).bit_length()
-    return min(max(64, wide), 256 if on_gpu else 64)  # a GPU waits for launches, of which each chunk costs some
+    return min(max(64, wide), 512 if on_gpu else 64)  # a GPU waits for launches, of which each chunk costs some
 
 
 def _segment(
@@ -140,7 +137,6 @@ def _segment(
     degree: int,
     delta: bool,
     size: int,
-    states: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> Outcome:
     """Several chunks: all that does not need the state at once, then the state from chunk to chunk, then what reads it."""
     tokens = k.shape[2]
@@ -164,7 +160,7 @@ def _segment(
         before, state = state[:, :, None] + (sums - more), state + sums[:, :, -1]
     else:
         total = None if past is None else past[..., -1, None, None].exp()
-        before, u, state = states(u, asked, left, total, state)
+        before, u, state = states_between(u, asked, left, total, state)
     read = power_features(q, degree) @ before[:, :, None]
     out = _pairs(q, k, u, ratio, degree)
     out = out + (read if since is None else since[:, :, None] * read)
