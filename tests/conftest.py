@@ -66,6 +66,9 @@ OPERATORS = {
     ),
     "linear_half": hz.Linear(degree=4, dim=3, rule="sum", decay="head", window=6, sinks=1, mix="half"),
     "linear_joint": hz.Linear(dim=4, rule="sum", rope=True, window=6, sinks=0, mix="joint"),
+    "indexed": hz.Indexed(dim=4, block=4, window=5, sinks=2, retrieves=(True, False)),
+    "indexed_dense_prefill": hz.Indexed(dim=4, top_p=0.8, block=1, window=5, sinks=2, dense_prefill=True),
+    "indexed_exact": hz.Indexed("exact", block=1, max_tokens=12, dense_below=8, window=5, sinks=1),
 }
 
 
@@ -91,7 +94,7 @@ def make_plan(model, operator):
         return hz.AttentionPlan.from_layers(geometry, [], OPERATORS[operator])
     rows = [
         ("window", "full", "window"),
-        ("full", "window_rebased", "full"),
+        ("indexed", "window_rebased", "indexed"),
         ("window_full_decode", "linear", "snapkv"),
     ]
     return hz.AttentionPlan(geometry, OPERATORS, rows)

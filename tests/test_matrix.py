@@ -1,11 +1,15 @@
 """The invariants of the design, for every operator and for mixed plans, in every family."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import hybridize as hz
 from conftest import BASES, OPERATORS, make_base, make_hybrid
+from hybridize.operators.choosing import chosen
+from hybridize.operators.indexed import Index
 
 pytestmark = pytest.mark.matrix
 PROMPT_LEN = 30
@@ -63,6 +67,20 @@ def padded(ids, by=9):
     mask = torch.ones_like(ids)
     mask[1, :by] = 0
     return torch.stack([ids[0], row]), mask
+
+
+def replay_choices(monkeypatch):
+    """Indexed attention's choices are written down, and given again in the same order once `replay` is set."""
+    made = SimpleNamespace(replay=False, masks=[])
+
+    def choose(*given):
+        if made.replay:
+            return made.masks.pop(0)
+        made.masks.append(chosen(*given))
+        return made.masks[-1]
+
+    monkeypatch.setattr("hybridize.operators.indexed.chosen", choose)
+    return made
 
 
 GENERATE = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
@@ -154,7 +172,10 @@ def test_gradient_checkpointing(base, operator, ids):
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
         model.gradient_checkpointing_disable()
     base.eval()
-    assert all(g.abs().sum() > 0 for name, g in gradients[0].items() if "k_proj.bias" not in name)
+    unlearned = {name for name in gradients[0] if "k_proj.bias" in name}
+    indexes = {name for name, module in model.named_modules() if isinstance(module, Index)}
+    chosen_by = {f"{name}.{part}" for name in indexes for part in ("map_q", "map_k")}  # a choice has no gradient
+    assert all((g.abs().sum() > 0) != (name in chosen_by) for name, g in gradients[0].items() if name not in unlearned)
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
 
@@ -183,9 +204,11 @@ def test_batch_order(hybrid, ids):
     torch.testing.assert_close(whole(hybrid, ids.flip(0)), whole(hybrid, ids).flip(0), **CLOSE)
 
 
-def test_bf16_is_close(base, operator, ids):
+def test_bf16_is_close(base, operator, ids, monkeypatch):
+    made = replay_choices(monkeypatch)  # a choice is the same or another one; what is chosen is what can be close
     hybrid = make_hybrid(base, operator)
     expected = whole(hybrid, ids)
+    made.replay = True
     half = make_base(base.config.model_type).to(torch.bfloat16)
     out = whole(make_hybrid(half, operator), ids).float()
     reference = base(ids).logits

@@ -5,7 +5,7 @@ from hybridize.conversion import convert, to_base
 from hybridize.errors import HybridizeError
 from hybridize.families import register
 from hybridize.geometry import geometry_of
-from hybridize.operators.specs import Full, Linear, SnapKV, Window
+from hybridize.operators.specs import Full, Indexed, Linear, SnapKV, Window
 from hybridize.plan import AttentionPlan, Geometry
 from hybridize.scores import Scores
 
@@ -16,6 +16,7 @@ __all__ = [
     "Geometry",
     "HybridCache",
     "HybridizeError",
+    "Indexed",
     "Linear",
     "Scores",
     "SnapKV",

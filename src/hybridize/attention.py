@@ -16,7 +16,7 @@ from hybridize.errors import bad
 from hybridize.kernels.dispatch import kernels_for, prepare
 from hybridize.layout import HeadLayout
 from hybridize.operators.contract import Chunk, Heads, OneToken
-from hybridize.operators.linear import Branch, branches_of
+from hybridize.operators.learned import Learned, branches_of
 from hybridize.operators.registry import branches_for, build_operator
 from hybridize.plan import AttentionPlan
 from hybridize.projections import gated_mlp, project
@@ -69,13 +69,13 @@ class HybridAttention(HeadLayout):
         self.q_norm: nn.Module = base.q_norm if hasattr(base, "q_norm") else nn.Identity()
         self.k_norm: nn.Module = base.k_norm if hasattr(base, "k_norm") else nn.Identity()
         self.operators = nn.ModuleList()
-        self.held: dict[int, Branch] | None = None  # learned parameters that no plan may lose
+        self.held: dict[int, Learned] | None = None  # learned parameters that no plan may lose
         self.use_plan(plan)
 
-    def use_plan(self, plan: AttentionPlan, branches: Mapping[int, Branch] | None = None) -> None:
+    def use_plan(self, plan: AttentionPlan, branches: Mapping[int, Learned] | None = None) -> None:
         """Set the operators; weights keep their order until `permute`.
 
-        A group that stays linear keeps its learned parameters, or gets those of `branches` (by group) back.
+        A group that stays what it is keeps its learned parameters, or gets those of `branches` (by group) back.
         """
         prepare()
         spans = plan.spans(self.layer)
@@ -88,14 +88,16 @@ class HybridAttention(HeadLayout):
         with torch.device(self.device):
             for name, groups in spans:
                 spec = plan.operators[name]
-                operators.append(build_operator(spec, branches_for(spec, groups, self.head_dim, self.group_size, had)))
+                branches_of_span = branches_for(spec, groups, self.head_dim, self.group_size, had)
+                members = [plan.spec(self.layer, group) for group in groups]
+                operators.append(build_operator(spec, branches_of_span, members))
         self.operators = nn.ModuleList(operators).train(self.training)
 
     @property
     def device(self) -> torch.device:
         return next(self.v_proj.parameters()).device
 
-    def branches(self) -> dict[int, Branch]:
+    def branches(self) -> dict[int, Learned]:
         """Learned parameters beside the base's, by group."""
         return branches_of(self.operators)
 
@@ -107,7 +109,7 @@ class HybridAttention(HeadLayout):
         """
         device = self.device
         for branch in self.branches().values():
-            if branch.gate.is_meta:
+            if branch.is_meta:
                 if device.type == "meta":
                     raise bad("device_map", "offloaded weights", "weights in memory: this plan adds parameters beside them")
                 branch.to_empty(device=device).reset_parameters()

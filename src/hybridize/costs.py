@@ -71,17 +71,23 @@ class Costs:
             prompt: tokens of the context that are the prompt, default all of it. An operator that drops prompt tokens does
                 so when the prompt ends: a static cache of n columns holds what a longer prompt than n would.
         """
-        token, head_dim = self._token_bytes(dtype), self.geometry.head_dim
-        held = self._sum(lambda spec: spec.cached_tokens(context, prompt) * token + spec.state_bytes(head_dim))
+        head_dim, width = self.geometry.head_dim, _width(dtype)
+        token = 2 * head_dim * width  # a key and a value
+        held = self._sum(
+            lambda spec: spec.cached_tokens(context, prompt) * (token + spec.token_values * width) + spec.state_bytes(head_dim)
+        )
         return batch * (ROW_BYTES + held)
 
     def prefill_flops(self, context: int) -> int:
-        """Attention FLOPs (QK and AV, two per multiply-add) of one row's prefill; projections not counted."""
-        return self._flops(lambda spec: spec.visible_pairs(context), context)
+        """Attention FLOPs (QK and AV, two per multiply-add) of one row's prefill; projections not counted.
+
+        Where what is seen depends on the text (indexed attention), at most so many.
+        """
+        return self._flops(lambda spec: spec.visible_pairs(context), context, context * (context + 1) // 2)
 
     def decode_flops(self, context: int) -> int:
         """Attention FLOPs of one decoded token that sees `context` tokens, itself included."""
-        return self._flops(lambda spec: spec.visible_keys(context), 1)
+        return self._flops(lambda spec: spec.visible_keys(context), 1, context)
 
     def check_context(self, context: int, field_name: str = "prompt") -> None:
         """Refuse a prompt that would meet RoPE distances the base never saw in training.
@@ -103,14 +109,24 @@ class Costs:
         specs = self.specs() if spec is None else [spec]
         return all(each.longest_distance(context) <= self.geometry.context for each in specs)
 
-    def _flops(self, pairs: Any, tokens: int) -> int:
+    def _flops(self, pairs: Any, tokens: int, all_pairs: int) -> int:
         d, size = self.geometry.head_dim, self.geometry.group_size
-        return self._sum(lambda spec: 4 * d * size * pairs(spec) + tokens * spec.state_flops(d, size))
+        return self._sum(
+            lambda spec: (
+                4 * d * size * pairs(spec) + tokens * spec.state_flops(d, size) + spec.scoring_flops(all_pairs, d, size)
+            )
+        )
 
     def _sum(self, cost: Any) -> int:
         return sum(cost(self.operators[name]) for row in self.assignment for name in row)
 
-    def _token_bytes(self, dtype: str) -> int:
-        if dtype not in DTYPE_BYTES:
-            raise bad("dtype", dtype, f"one of {sorted(DTYPE_BYTES)}")
-        return 2 * self.geometry.head_dim * DTYPE_BYTES[dtype]  # a key and a value
+
+def _width(dtype: str) -> int:
+    """Bytes of a value.
+
+    Raises:
+        HybridizeError: an unknown dtype.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise bad("dtype", dtype, f"one of {sorted(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]

@@ -19,7 +19,7 @@ from hybridize.errors import HybridizeError, bad
 from hybridize.generation import HybridGenerationMixin
 from hybridize.geometry import plan_of
 from hybridize.operators.contract import Chunk
-from hybridize.operators.linear import Branch
+from hybridize.operators.learned import Learned
 from hybridize.plan import AttentionPlan
 from hybridize.projections import row_kernels
 
@@ -83,7 +83,7 @@ class HybridModel(HeadOrder):
         )
         self.use_plan(plan)
 
-    def use_plan(self, plan: AttentionPlan, branches: Sequence[Mapping[int, Branch]] | None = None) -> None:
+    def use_plan(self, plan: AttentionPlan, branches: Sequence[Mapping[int, Learned]] | None = None) -> None:
         """Set operators (weights keep their order); prepares what re-based sinks need.
 
         `branches`: learned parameters to take up again, for each layer by group.
@@ -203,11 +203,11 @@ class HybridForCausalLM(HeadOrder, HybridGenerationMixin):
     def plan(self) -> AttentionPlan:
         return self.model.plan
 
-    def set_plan(self, plan: AttentionPlan, branches: Sequence[Mapping[int, Branch]] | None = None) -> None:
+    def set_plan(self, plan: AttentionPlan, branches: Sequence[Mapping[int, Learned]] | None = None) -> None:
         """Re-cut the model to another plan of the same base, in place; refused, it keeps the one it has.
 
-        Base weights are all kept, and so are learned parameters of groups that stay linear; other groups' go, unless the
-        caller holds them (`branches`, for each layer by group, are taken up again).
+        Base weights are all kept, and so are learned parameters of groups that stay what they are; other groups' go, unless
+        the caller holds them (`branches`, for each layer by group, are taken up again).
         """
         plan.check_base(self.plan.geometry)
         before, had = self.plan, self.branches()
@@ -231,7 +231,7 @@ class HybridForCausalLM(HeadOrder, HybridGenerationMixin):
 
     @contextmanager
     def holding_branches(self) -> Iterator[None]:
-        """Inside a `with` block no plan loses learned parameters: a group that is linear again has those it had."""
+        """Inside a `with` block no plan loses learned parameters: a group that is what it was again has those it had."""
         outer = [attention for attention in self.attentions() if attention.held is None]
         for attention in outer:
             attention.held = dict(attention.branches())
@@ -241,7 +241,7 @@ class HybridForCausalLM(HeadOrder, HybridGenerationMixin):
             for attention in outer:
                 attention.held = None
 
-    def branches(self) -> list[dict[int, Branch]]:
+    def branches(self) -> list[dict[int, Learned]]:
         """Learned parameters beside the base's, for each layer by group."""
         return [attention.branches() for attention in self.attentions()]
 

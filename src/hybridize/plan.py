@@ -52,6 +52,7 @@ class AttentionPlan(Costs):
             for group, name in enumerate(row):
                 if name not in self.operators:
                     raise bad(f"plan.assignment[{layer}][{group}]", name, f"one of the operators {sorted(self.operators)}")
+                _check_heads(self.operators[name], geometry.group_size, f"plan.assignment[{layer}][{group}]")
                 _check_base_window(self.operators[name], geometry.windows[layer], f"plan.assignment[{layer}][{group}]")
 
     # -- making plans ---------------------------------------------------------------------------------------------
@@ -124,11 +125,14 @@ class AttentionPlan(Costs):
         return self.operators[self.assignment[layer][group]]
 
     def spans(self, layer: int) -> list[tuple[str, tuple[int, ...]]]:
-        """(operator name, its groups) of a layer, in order of first appearance: the order heads take in memory."""
-        groups: dict[str, list[int]] = {}
+        """(operator name, its groups) of a layer, in order of first appearance: the order heads take in memory.
+
+        Groups whose specs agree in what `shared` leaves of them are one span, by the name of the first.
+        """
+        found: dict[Any, tuple[str, list[int]]] = {}
         for group, name in enumerate(self.assignment[layer]):
-            groups.setdefault(name, []).append(group)
-        return [(name, tuple(members)) for name, members in groups.items()]
+            found.setdefault(self.operators[name].shared or name, (name, []))[1].append(group)
+        return [(name, tuple(groups)) for name, groups in found.values()]
 
     def group_order(self, layer: int) -> tuple[int, ...]:
         """Base group numbers in memory order; the identity where the layer runs one operator."""
@@ -151,13 +155,13 @@ class AttentionPlan(Costs):
 
     @property
     def far_groups(self) -> list[tuple[int, int]]:
-        """Groups that reach beyond a window: kept ones, and linear ones."""
+        """Groups that reach beyond a window: kept ones, linear and indexed ones."""
         kept = set(self.kept_groups)
         return [
             (layer, group)
             for layer, row in enumerate(self.assignment)
             for group, name in enumerate(row)
-            if (layer, group) in kept or self.operators[name].kind == "linear"
+            if (layer, group) in kept or self.operators[name].kind in ("linear", "indexed")
         ]
 
     @property
@@ -174,7 +178,7 @@ class AttentionPlan(Costs):
             f"{layer:>{width}} " + "".join(self.operators[name].code for name in row)
             for layer, row in enumerate(self.assignment)
         ]
-        legend = ", ".join(f"{spec.code} = {spec.label()}" for spec in self.specs())
+        legend = ", ".join(dict.fromkeys(f"{spec.code} = {spec.label()}" for spec in self.specs()))
         return "\n".join([*lines, legend])
 
     # -- files ----------------------------------------------------------------------------------------------------
@@ -228,6 +232,12 @@ class AttentionPlan(Costs):
             mine, theirs = getattr(self.geometry, name), getattr(geometry, name)
             if mine != theirs:
                 raise bad(f"plan.geometry.{name}", mine, f"{theirs!r}, as the model has (the plan was made for another base)")
+
+
+def _check_heads(spec: OperatorSpec, group_size: int, where: str) -> None:
+    retrieves = getattr(spec, "retrieves", ())
+    if retrieves and len(retrieves) != group_size:
+        raise bad(f"{where}.retrieves", retrieves, f"true or false for each of a group's {group_size} query heads, or nothing")
 
 
 def _check_base_window(spec: OperatorSpec, window: int | None, where: str) -> None:

@@ -132,6 +132,13 @@ class Operator(nn.Module):
         """What is added to the span's part of a shared launch, [B, H, 1, D]; None: nothing."""
         return None
 
+    def error(self, heads: Heads, wanted: Tensor) -> Tensor:
+        """How far this operator is from the teacher's output `wanted` [B, H, T, D] on a whole prompt; a scalar, fp32."""
+        given, _ = self(heads, None)
+        with torch.autocast(wanted.device.type, enabled=False):
+            wanted32 = wanted.float()
+            return (given.float() - wanted32).pow(2).mean() / wanted32.pow(2).mean().clamp_min(1e-12)
+
     def new_state(self, max_tokens: int | None) -> State:
         """An empty state; `max_tokens` None for a growing one, else a static, compilable one."""
         raise NotImplementedError

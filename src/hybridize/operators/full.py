@@ -61,15 +61,7 @@ class GrowingState(State):
     """Column n holds content position n; columns past a row's length hold nothing that is ever visible."""
 
     def append(self, k: Tensor, v: Tensor, chunk: Chunk) -> None:
-        if self.k is None or self.v is None:
-            # own memory: a view would pin the whole projection output of the prefill
-            self.k, self.v = k.clone(memory_format=torch.contiguous_format), v.clone(memory_format=torch.contiguous_format)
-            return
-        self.k, self.v = torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)
-        if chunk.offset is None:  # rows differ in length: move the new tokens behind each row's last
-            starts = chunk.starts.expand(k.shape[0])
-            write_at(self.k, k, starts)
-            write_at(self.v, v, starts)
+        self.k, self.v = extended(self.k, k, chunk, None), extended(self.v, v, chunk, None)
 
 
 class StaticState(State):
@@ -84,15 +76,31 @@ class StaticState(State):
             self.k, self.v = static_zeros(k, self.max_tokens), static_zeros(v, self.max_tokens)
 
     def append(self, k: Tensor, v: Tensor, chunk: Chunk) -> None:
-        self.allocate(k, v)
-        assert self.k is not None and self.v is not None
-        starts = chunk.starts.expand(k.shape[0])
-        write_at(self.k, k, starts)
-        write_at(self.v, v, starts)
+        self.k, self.v = extended(self.k, k, chunk, self.max_tokens), extended(self.v, v, chunk, self.max_tokens)
 
     def reset(self) -> None:
         for tensor in self.tensors():
             tensor.zero_()
+
+
+def extended(held: Tensor | None, new: Tensor, chunk: Chunk, max_tokens: int | None) -> Tensor:
+    """What a state holds of every token, column n of content position n, with the chunk's behind it.
+
+    Args:
+        held: [B, G, S, D], None for nothing yet. new: [B, G, T, D].
+        max_tokens: columns of memory that is written in place; None: memory that grows.
+    """
+    if max_tokens is not None:
+        held = static_zeros(new, max_tokens) if held is None else held
+    elif held is None:
+        return new.clone(memory_format=torch.contiguous_format)  # a view would pin the whole projection output of the prefill
+    else:
+        held = torch.cat([held, new], dim=2)
+        if chunk.offset is not None:
+            return held
+    # rows differ in length, or the memory is there already: the new tokens behind each row's last
+    write_at(held, new, chunk.starts.expand(new.shape[0]))
+    return held
 
 
 def static_zeros(like: Tensor, tokens: int) -> Tensor:

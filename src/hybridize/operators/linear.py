@@ -9,14 +9,14 @@ starts at 1. One state serves all query heads of a group, since keys, write stre
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridize.operators.contract import Chunk, Heads, OneToken, Operator, State
+from hybridize.operators.learned import Learned, stacked
 from hybridize.operators.linear_spec import Linear
 from hybridize.operators.mixing import mixed_keys
 from hybridize.operators.recurrence import chunked, recurrent
@@ -28,7 +28,7 @@ JOINT_GATE = -math.log(9.0)  # sigmoid of it is 0.1, where LoLCATs starts
 GATE_SCALE = 16  # log decays are logsigmoid(x) / 16, as in GLA
 
 
-class Branch(nn.Module):
+class Branch(Learned):
     """Learned parameters of one group, fp32 whatever the model runs in.
 
     Args:
@@ -58,7 +58,7 @@ class Branch(nn.Module):
 
     def reset_parameters(self) -> None:
         """One random projection for keys and queries, so that scores begin as the base's do; the rest neutral."""
-        if self.map_k.is_meta:
+        if self.is_meta:
             return
         nn.init.orthogonal_(self.map_k)
         with torch.no_grad():
@@ -73,17 +73,6 @@ class Branch(nn.Module):
             nn.init.constant_(self.decay_bias, float(-torch.log(torch.expm1(rate))))  # logsigmoid of it is -rate
         first = {"residual": 0.0 if self.spec.window else 1.0, "half": 1.0, "joint": JOINT_GATE}
         nn.init.constant_(self.gate, first[self.spec.mix])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Follow the model to its device, not to a narrower dtype."""
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if moved.dtype == tensor.dtype or not moved.dtype.is_floating_point or moved.dtype == torch.float64:
-                return moved
-            return torch.empty_like(moved, dtype=tensor.dtype) if tensor.is_meta else tensor.to(moved.device)
-
-        return super()._apply(move, recurse)
 
 
 class LinearAttention(Operator):
@@ -196,8 +185,7 @@ class LinearAttention(Operator):
         return log if spec.decay == "channel" else log[..., 0]
 
     def _stacked(self, name: str) -> Tensor:
-        """A parameter of all groups, [G, ...]."""
-        return torch.stack([getattr(branch, name) for branch in self.branches.values()])
+        return stacked(self.branches.values(), name)
 
 
 class LinearState(State):
@@ -255,13 +243,3 @@ class LinearState(State):
                 tensor.zero_()
             else:
                 setattr(self, name, None)
-
-
-def branches_of(operators: Iterable[Operator]) -> dict[int, Branch]:
-    """Every branch that some operator of a layer has, by group."""
-    return {
-        int(group): branch
-        for operator in operators
-        if isinstance(operator, LinearAttention)
-        for group, branch in operator.branches.items()
-    }

@@ -28,6 +28,16 @@ class Spec:
         """Largest distance between a query and a sink, None where sinks keep their true distance."""
         return None
 
+    @property
+    def shared(self) -> Any:
+        """This spec without what its groups differ in: groups that agree in the rest are run together. None: by their name."""
+        return None
+
+    @property
+    def token_values(self) -> int:
+        """Values that a cached token has beside its key and value."""
+        return 0
+
     def cached_tokens(self, context: int, prompt: int | None = None) -> int:
         """Tokens whose key and value are held for one group after `context` tokens, `prompt` of them the prompt's."""
         return 0
@@ -46,6 +56,10 @@ class Spec:
 
     def state_flops(self, head_dim: int, group_size: int) -> int:
         """FLOPs a token costs one group to write its fixed state once and read it for every query head."""
+        return 0
+
+    def scoring_flops(self, pairs: int, head_dim: int, group_size: int) -> int:
+        """FLOPs one group spends to choose among `pairs` of a query and an earlier key."""
         return 0
 
     def longest_distance(self, context: int) -> int:

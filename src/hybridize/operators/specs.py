@@ -7,13 +7,25 @@ from typing import Any
 
 from hybridize.errors import bad
 from hybridize.operators.exact_specs import Full, SnapKV, Window
+from hybridize.operators.indexed_spec import Indexed
 from hybridize.operators.linear_spec import Linear
 
-__all__ = ["DTYPE_BYTES", "SPECS", "Full", "Linear", "OperatorSpec", "SnapKV", "Window", "spec_from_dict", "spec_to_dict"]
+__all__ = [
+    "DTYPE_BYTES",
+    "SPECS",
+    "Full",
+    "Indexed",
+    "Linear",
+    "OperatorSpec",
+    "SnapKV",
+    "Window",
+    "spec_from_dict",
+    "spec_to_dict",
+]
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-OperatorSpec = Full | Window | SnapKV | Linear
-SPECS: dict[str, type[OperatorSpec]] = {spec.kind: spec for spec in (Full, Window, SnapKV, Linear)}
+OperatorSpec = Full | Window | SnapKV | Linear | Indexed
+SPECS: dict[str, type[OperatorSpec]] = {spec.kind: spec for spec in (Full, Window, SnapKV, Linear, Indexed)}
 
 
 def spec_to_dict(spec: OperatorSpec) -> dict[str, Any]:

@@ -89,9 +89,21 @@ class WindowAttention(Operator):
         count = (chunk.starts + 1).clamp_max(state.k.shape[2])
         return OneToken(state.k, state.v, count, None, spec.sinks, q_sink)
 
+    def over_everything(self, heads: Heads, k: Tensor, v: Tensor, stored: bool) -> Tensor:
+        """Each query's window, from k and v of all tokens up to the chunk's last (`stored`), or of the chunk's own."""
+        chunk = heads.chunk
+        if chunk.tokens == 1:
+            return self._masked(heads.q, k, v, chunk.positions, None, heads)
+        history = None
+        if stored and chunk.offset != 0:
+            back = torch.arange(self.spec.size - 1, 0, -1, device=k.device)
+            before = (chunk.starts[:, None] - back).clamp_min(0)
+            history = take(k, before), take(v, before)
+        return self._banded(heads, history, k, v)
+
     def _phased(self, heads: Heads, state: State | None) -> Tensor:
         """decode="full": prompt queries see the window, queries behind the prompt see everything."""
-        chunk, spec = heads.chunk, self.spec
+        chunk = heads.chunk
         k, v = heads.k, heads.v
         if state is not None:
             state.append(k, v, chunk)
@@ -100,12 +112,7 @@ class WindowAttention(Operator):
         decoding = chunk.decoding
         if chunk.tokens == 1:
             return self._masked(heads.q, k, v, chunk.positions, decoding, heads)
-        history = None
-        if state is not None and chunk.offset != 0:
-            # a state of this kind keeps every token: the window before the chunk is read from it
-            back = (chunk.starts[:, None] - torch.arange(spec.size - 1, 0, -1, device=k.device)).clamp_min(0)
-            history = take(k, back), take(v, back)
-        out = self._banded(heads, history, k, v)
+        out = self.over_everything(heads, k, v, stored=state is not None)
         if decoding is None:
             return out
         first = 0 if torch.compiler.is_compiling() else first_true_column(decoding)

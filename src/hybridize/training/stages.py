@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridize.data.mixture import Mixture
-from hybridize.operators.linear import LinearAttention
+from hybridize.operators.learned import branches_of
 from hybridize.operators.registry import build_operator
 from hybridize.operators.teacher import Taught
 from hybridize.plan import AttentionPlan
@@ -54,7 +54,7 @@ def learned_tokens(input_ids: Tensor, start: Tensor) -> Tensor:
 
 
 class Transfer(nn.Module):
-    """Every linear branch learns the attention of the base on the base's own activations; its mean relative error."""
+    """Every branch learns the attention of the base on the base's own activations; the mean of its errors."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -139,13 +139,13 @@ def masters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def teaching(model: Any) -> Iterator[None]:
-    """Every layer runs the base's operators, and linear ones learn beside them, until the `with` block ends."""
+    """Every layer runs the base's operators, and those that have parameters learn beside them, until the `with` block ends."""
     attentions, base = model.attentions(), AttentionPlan.base(model.plan.geometry)
     before = [attention.operators for attention in attentions]
     for layer, attention in enumerate(attentions):
         attention.operators = nn.ModuleList(
             Taught(build_operator(base.spec(layer, 0)), operator)
-            if isinstance(operator, LinearAttention)
+            if branches_of([operator])
             else build_operator(base.spec(layer, 0))
             for operator in attention.operators
         )
