@@ -5,9 +5,17 @@ import torch
 
 import hybridize as hz
 from conftest import make_base
+from hybridize.data.mixture import Mixture
+from hybridize.data.text import load_text
 from hybridize.operators.choosing import WIDTH, chosen, page_bounds, random_scores
 from hybridize.operators.full import FullAttention
+from hybridize.operators.indexed import Index
 from hybridize.operators.window import WindowAttention
+from hybridize.training.index import Moments, learn_index, start_index
+from hybridize.training.losses import chunked_top_kl
+from hybridize.training.recipe import Recipe
+from hybridize.training.stages import fine_tune, masters, teaching
+from hybridize.training.top import TopRows, write_top
 
 
 def mixed_plan(base, **more):
@@ -161,8 +169,8 @@ def test_costs_are_what_is_seen():
     ("field", "value"),
     [
         ("select", "best"), ("top_p", 0), ("top_p", 1.5), ("top_p", True), ("dim", 0), ("block", 0), ("window", 0),
-        ("sinks", -1), ("min_tokens", -1), ("max_tokens", 2.5), ("dense_below", -1), ("dense_prefill", 1), ("retrieves", (False, False)),
-        ("retrieves", (1, 0)),
+        ("sinks", -1), ("min_tokens", -1), ("max_tokens", 2.5), ("dense_below", -1), ("dense_prefill", 1),
+        ("retrieves", (False, False)), ("retrieves", (1, 0)),
     ],
 )  # fmt: skip
 def test_bad_fields_are_named(field, value):
@@ -185,3 +193,127 @@ def test_plan_round_trip(tmp_path):
     plan = mixed_plan(base)
     assert hz.AttentionPlan.load(plan.save(tmp_path / "plan.json")) == plan
     assert plan.map().count("indexed by") == 1
+
+
+# -- what the index learns ----------------------------------------------------------------------------------------
+
+
+def rows_of(tokenizer, count=4, length=96):
+    text = "\n\n".join(load_text("calibration"))
+    return Mixture(tokenizer, text, count=count, length=length, kinds=(), text_share=1.0, seed=0)
+
+
+def errors_of(model, ids):
+    """KL of every span of every layer from the base's attention."""
+    with torch.no_grad(), teaching(model):
+        aux = model.model(input_ids=ids, use_cache=False).aux
+    return {name: float(value) for name, value in aux.items() if name.endswith(".error")}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_an_index_starts_near_and_learns(family, tokenizer, tmp_path):
+    base = make_base(family)
+    before = {name: p.clone() for name, p in base.named_parameters()}
+    model = hz.convert(base, mixed_plan(base, block=4))
+    rows = rows_of(tokenizer, 60)
+    ids = torch.tensor([rows[i].ids for i in range(50, 54)])
+    random = errors_of(model, ids)
+    assert len(random) == 3  # the window learns nothing
+    with masters(model), teaching(model):
+        start_index(model, rows)
+    started = errors_of(model, ids)
+    assert sum(started.values()) < 0.8 * sum(random.values())
+    recipe = Recipe(steps=12, rows=4, length=96, trains="branches", branch_rate=1e-2, warmup=2)
+    record = learn_index(model, rows, recipe, tmp_path)
+    learned = errors_of(model, ids)
+    assert sum(learned.values()) < 0.9 * sum(started.values())
+    assert record["losses"][-1] < record["losses"][0] and record["tokens"] == 12 * 4 * 96
+    for name, parameter in hz.to_base(model).named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_the_start_is_the_best_of_its_rank():
+    """Against any other projection of as many dimensions: the mean squared error of scores, keys centred."""
+    rng = torch.Generator().manual_seed(0)
+    q = torch.randn(400, 12, generator=rng) @ torch.randn(12, 12, generator=rng)
+    k = torch.randn(500, 12, generator=rng) @ torch.randn(12, 12, generator=rng) + 3
+    index, moments = Index(hz.Indexed(dim=4), 12, 2), Moments(12, torch.device("cpu"))
+    with torch.no_grad():
+        moments.add(q[:200], k[:100])
+        moments.add(q[200:], k[100:])
+        moments.give(index, 0.5)
+    centred = k - k.mean(0)
+    wanted = 0.5 * q @ centred.T
+
+    def error(to_q, to_k):
+        return float(((q @ to_q) @ (centred @ to_k).T - wanted).pow(2).sum())
+
+    # Eckart and Young: no matrix of rank 4 is nearer than the first four singular values
+    best = float(torch.linalg.svdvals(wanted.double())[4:].pow(2).sum())
+    assert error(index.map_q[0].detach(), index.map_k.detach()) == pytest.approx(best, rel=1e-3)
+    assert torch.equal(index.map_q[0], index.map_q[1])
+
+
+def test_the_error_is_the_kl(ids):
+    """Written out for one head that retrieves, and no gradient reaches the layer's input."""
+    base = make_base("llama")
+    model = hz.convert(base, mixed_plan(base, block=4))
+    seen = {}
+
+    def keep(module, args):
+        seen["heads"] = args[0]
+
+    operator = model.attentions()[0].operators[0]
+    hook = operator.register_forward_pre_hook(keep)
+    model(ids)
+    hook.remove()
+    heads = seen["heads"]
+    error = operator.error(heads, heads.q)
+    parts = []
+    for head, group, column in [(1, 0, 1), (2, 1, 0), (3, 1, 1)]:  # in memory: group 0 of the base, then group 2
+        index = list(operator.branches.values())[group]
+        scores = (heads.q_raw()[:, head] @ index.map_q[column]) @ (heads.k_raw()[:, group] @ index.map_k).transpose(-1, -2)
+        true = heads.q[:, head] @ heads.k[:, group].transpose(-1, -2) * heads.scale
+        future = torch.ones(40, 40, dtype=torch.bool).triu(1)
+        mine, true = (x.masked_fill(future, float("-inf")).log_softmax(-1) for x in (scores, true))
+        parts.append(true.exp() * (true - mine).masked_fill(future, 0.0))
+    torch.testing.assert_close(error, torch.stack(parts).sum(-1).mean(), rtol=1e-4, atol=1e-5)
+    error.backward()
+    assert model.model.embed_tokens.weight.grad is None
+    assert all(branch.map_k.grad.abs().sum() > 0 for branch in operator.branches.values())
+
+
+def test_top_tokens_of_a_teacher(tokenizer, tmp_path, monkeypatch):
+    """What is written down is what a teacher beside the student would say, and the student comes nearer to it."""
+    base = make_base("llama")
+    model = hz.convert(base, mixed_plan(base, block=4, top_p=0.3))
+    rows = rows_of(tokenizer, 24)
+    monkeypatch.setattr("hybridize.training.top.AT_ONCE", 7)
+    count = write_top(model, rows, 10, 5, tmp_path / "top.safetensors")
+    top = TopRows(rows, tmp_path / "top.safetensors")
+    assert count == sum(len(rows[i].ids) - rows[i].start for i in range(24)) and len(top) == 24
+    for i in (0, 7, 23):
+        row = top[i]
+        with torch.no_grad():
+            logits = base(torch.tensor([row.ids])).logits[0, row.start - 1 : -1]
+        wanted = logits.topk(10)
+        torch.testing.assert_close(row.top_logits, wanted.values, rtol=1e-4, atol=1e-5)
+        assert (row.top_ids == wanted.indices).float().mean() > 0.95  # ties
+    frozen = [p.detach().clone() for branches in model.branches() for b in branches.values() for p in b.parameters()]
+    recipe = Recipe(steps=6, rows=4, length=96, trains="base", rate=1e-3, ce=0.0, kl=1.0, top=10, warmup=1)
+    record = fine_tune(model, top, recipe, tmp_path / "distil")
+    assert record["losses"][-1] < record["losses"][0]
+    now = [p for branches in model.branches() for b in branches.values() for p in b.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(frozen, now))
+    with pytest.raises(hz.HybridizeError, match="24 rows"):
+        TopRows(rows_of(tokenizer, 25), tmp_path / "top.safetensors")
+
+
+def test_top_kl_is_the_kl():
+    hidden, head = torch.randn(9, 6, requires_grad=True), torch.nn.Linear(6, 20, bias=False)
+    ids, logits = torch.randn(9, 20).topk(3).indices, torch.randn(9, 3)
+    losses = chunked_top_kl(hidden, head, ids, logits, chunk=4)
+    p, q = logits.softmax(-1), head(hidden).softmax(-1).gather(-1, ids)
+    torch.testing.assert_close(losses, (p * (p / q).log()).sum(-1))
+    losses.sum().backward()
+    assert hidden.grad.abs().sum() > 0

@@ -141,34 +141,41 @@ def plan(
 def convert(
     model: Model,
     out: Out,
-    method: Annotated[str, typer.Option(help="nll, igal or flashmorph (docs/).")] = "nll",
+    method: Annotated[str, typer.Option(help="nll, igal, flashmorph or rtpurbo (docs/).")] = "nll",
     selector: Annotated[
         str | None,
         typer.Option(
-            help=f"{SELECTORS} Default: nll drop, igal echo, flashmorph gates; that also periodic-PHASE, random-SEED."
+            help=f"{SELECTORS} Default: nll drop, flashmorph gates, others echo; flashmorph also periodic-PHASE, random-SEED."
         ),
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(help="Share of layers or groups that reach far. Default: 0.25, igal 0.0625.")
+        float | None,
+        typer.Option(
+            "--budget",
+            "--ratio",
+            help="Share of layers, groups or (rtpurbo) heads that reach far. Default: 0.25, igal 0.0625, rtpurbo 0.15.",
+        ),
     ] = None,
-    window: Annotated[int | None, typer.Option(help="Window, tokens. Default: 64, nll 128.")] = None,
+    window: Annotated[int | None, typer.Option(help="Window, tokens. Default: 64, nll 128, rtpurbo 1024.")] = None,
     sinks: Annotated[int | None, typer.Option(help="First tokens that stay visible. Default: 4.")] = None,
     sink_positions: Annotated[
-        str | None, typer.Option(help="absolute, or rebased: distances stay bounded. Default: rebased, nll absolute.")
+        str | None, typer.Option(help="absolute, or rebased: distances stay bounded. Default: rebased; nll, rtpurbo absolute.")
     ] = None,
     decode: Decode = "window",
     unit: Unit = None,
     linear: Annotated[
         str | None, typer.Option(help="Linear attention, KEY=VALUE,..., as degree=2,dim=32,rule=delta,rope=false.")
     ] = None,
+    indexed: Annotated[
+        str | None, typer.Option(help="rtpurbo's attention, KEY=VALUE,..., as dim=16,block=64,dense_below=512,max_tokens=0.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="rtpurbo: share of the index's softmax. Default: 0.9.")] = None,
     control: Annotated[
-        str | None, typer.Option(help="igal: another plan, trained the same (docs/igal.md): all-window, lowest, ...")
+        str | None, typer.Option(help="igal, rtpurbo: another plan, trained the same (docs/): all-window, lowest, ...")
     ] = None,
     train: Annotated[
         str | None,
-        typer.Option(
-            help="Training, KEY=VALUE,..., as steps=200,rows=24,trains=lora; flashmorph's stages: gates.steps=200,..."
-        ),
+        typer.Option(help="Training, KEY=VALUE,..., as steps=200,rows=24,trains=lora; stages by name: gates.steps=200,..."),
     ] = None,
     train_text: Annotated[str | None, typer.Option(help="Text to train on, as --text; default that.")] = None,
     prompts: Prompts = 8,

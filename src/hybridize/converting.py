@@ -14,9 +14,10 @@ from hybridize.errors import bad
 from hybridize.evaluation.suite import Proof, measures
 from hybridize.files import check_output_folder
 from hybridize.geometry import geometry_of
-from hybridize.methods import flashmorph, igal, nll
+from hybridize.indexing import index, sparsity_rows, with_trained
+from hybridize.methods import flashmorph, igal, nll, rtpurbo
 from hybridize.morphed import morph
-from hybridize.operators.specs import Linear
+from hybridize.operators.specs import Indexed, Linear
 from hybridize.options import lengths_of, load_model, read_config, selection_of
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.report.card import write_card
@@ -29,7 +30,7 @@ from hybridize.training.recipe import Recipe, from_text, recipes_from_text
 from hybridize.verbs import note_resume, save_model, show_plan, write_run
 from hybridize.workflows import Selection, compute_scores, cost_rows, counted, hybrid_of, plan_of_scores, prove
 
-METHODS = {"nll": nll.DEFAULTS, "igal": igal.DEFAULTS, "flashmorph": flashmorph.DEFAULTS}
+METHODS = {"nll": nll.DEFAULTS, "igal": igal.DEFAULTS, "flashmorph": flashmorph.DEFAULTS, "rtpurbo": rtpurbo.DEFAULTS}
 
 
 def convert(terminal: Terminal, model: str, out: Path, method: str, **options: Any) -> None:
@@ -53,7 +54,9 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
         loaded = load_model(model, options)
         hybrid = hybrid_of(loaded)
         base = AttentionPlan.base(hybrid.plan.geometry)
-        units = base.geometry.layers * (1 if ask.asked_unit == "layer" else base.geometry.kv_heads)
+        per_layer = {"layer": 1, "group": base.geometry.kv_heads, "head": base.geometry.heads}
+        # heads become groups, but for RTPurbo
+        units = base.geometry.layers * per_layer["group" if ask.asked_unit == "head" and not ask.indexed else ask.asked_unit]
         units_for_budget(units, ask.budget)
         for recipe in recipes.values():
             base.check_context(recipe.length if recipe.tokens else 1, "train.length")
@@ -84,12 +87,19 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
                 trained = adapt(run, loaded, hybrid, chosen, recipes["train"], text, terminal.report)
                 tokens = sum(record["tokens"] for record in trained.values())
                 chosen = replace(chosen, provenance={**chosen.provenance, "trained_tokens": tokens})
+            if method == "rtpurbo":
+                _say_forecast(terminal, hybrid, recipes, chosen)
+                trained = index(run, loaded, hybrid, chosen, recipes, text, terminal.report)
+                chosen = with_trained(chosen, trained)
         plans = {"full": base, "hybrid": chosen}
         if trained and any(spec.kind == "linear" for spec in chosen.specs()):
             plans["state off"] = chosen.without("linear")
+        if any(spec.kind == "indexed" for spec in chosen.specs()):
+            plans["index off"] = chosen.without("indexed")
         hybrid.set_plan(chosen)
         with counted(seconds, "prove"):
             rows = prove(run, loaded, hybrid, plans, proof, terminal.report, todo)
+            sparse = sparsity_rows(run, loaded, hybrid, proof, terminal.report)
         with counted(seconds, "save"):
             if options["link"]:
                 run.begin()
@@ -107,11 +117,14 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
     for record in trained.values():
         cost = {name: cost[name] + record[name] for name in cost}
     facts = {"model": model, **{name: recipe.label(name) for name, recipe in recipes.items() if recipe.tokens}}
-    write_run(run, f"{model} by {method}", chosen, scores, rows, seconds, facts, conversion=cost, training=trained)
+    write_run(
+        run, f"{model} by {method}", chosen, scores, rows, seconds, facts, conversion=cost, training=trained, sparsity=sparse
+    )
     write_card(run.path / "README.md", base=model, plan=chosen, rows=rows, trained=bool(trained))
     _lift_model(run)
     folder = run.finish()
     terminal.quality_table(rows)
+    terminal.sparsity_table(sparse)
     terminal.seconds_table(seconds)
     terminal.say(f"model: {folder}\nreport: {folder / 'report.html'}")
     terminal.result({"out": str(folder), "rows": rows, "seconds": seconds, "layers": chosen.kept_layers})
@@ -127,8 +140,12 @@ def asked_of(method: str, options: dict[str, Any]) -> tuple[Selection, dict[str,
         raise bad("method", method, f"one of {sorted(METHODS)}")
     if options["plan"] is not None and options["scores"] is not None:
         raise bad("plan, scores", "both", "at most one of --plan and --scores")
-    if method == "nll" and (given := [name for name in ("linear", "control", "train", "train_text") if options[name]]):
-        raise bad(given[0], options[given[0]], "nothing: --method nll trains nothing and has no linear groups")
+    foreign = {
+        "nll": ("linear", "indexed", "top_p", "control", "train", "train_text"),
+        "rtpurbo": ("linear",),
+    }.get(method, ("indexed", "top_p"))
+    if given := [name for name in foreign if options[name] is not None]:
+        raise bad(given[0].replace("_", "-"), options[given[0]], f"nothing: --method {method} does not have it")
     if method != "nll" and options["link"]:
         raise bad("link", True, "no --link: the weights are trained, so they have to be written")
     options = {**options, **{k: v for k, v in METHODS[method].items() if options[k] is None}}
@@ -148,10 +165,28 @@ def asked_of(method: str, options: dict[str, Any]) -> tuple[Selection, dict[str,
     if method == "flashmorph":
         linear = from_text(Linear, options["linear"], "linear", {**flashmorph.LINEAR, **near})
         return replace(ask, selector=selector, linear=linear), recipes_from_text(options["train"], flashmorph.STAGES)
+    if method == "rtpurbo":
+        return _rtpurbo(ask, options)
     linear = from_text(Linear, options["linear"], "linear", near)
     ask = replace(ask, linear=linear, control=options["control"])
     _ = ask.needs_scores  # an unknown control is refused before anything is loaded
     return ask, {"train": from_text(Recipe, options["train"], "train")}
+
+
+def _rtpurbo(ask: Selection, options: dict[str, Any]) -> tuple[Selection, dict[str, Recipe]]:
+    if ask.asked_unit != "head":
+        raise bad("selector, unit", f"{ask.selector} by {ask.asked_unit}", "a selector of heads: echo, retrieval or reasoning")
+    if ask.sink_positions != "absolute" or ask.decode != "window":
+        raise bad(
+            "sink_positions, decode", f"{ask.sink_positions}, {ask.decode}", "absolute, window: heads of one group share keys"
+        )
+    given = {**rtpurbo.INDEXED, "window": ask.window, "sinks": ask.sinks}
+    if options["top_p"] is not None:
+        given["top_p"] = options["top_p"]
+    indexed = from_text(Indexed, options["indexed"], "indexed", given)
+    rtpurbo.needs_scores(options["control"])  # refused before anything is loaded
+    rtpurbo.controlled(indexed, options["control"])
+    return replace(ask, indexed=indexed, control=options["control"]), recipes_from_text(options["train"], rtpurbo.STAGES)
 
 
 def _say_forecast(terminal: Terminal, model: Any, recipes: dict[str, Recipe], plan: AttentionPlan) -> None:
@@ -188,6 +223,9 @@ def _dry_run(
     elif method != "flashmorph" and (given is not None or not ask.needs_scores):
         made = plan_of_scores(given, base, ask)
     else:
+        if ask.indexed is not None:
+            terminal.say("which heads retrieve is known after scoring, and with it how many groups keep their cache:")
+            return terminal.result({"heads": units_for_budget(base.geometry.layers * base.geometry.heads, ask.budget)})
         layers, groups = base.geometry.layers, base.geometry.kv_heads
         by_layer = ask.asked_unit == "layer"
         keep = units_for_budget(layers if by_layer else layers * groups, ask.budget)

@@ -76,6 +76,17 @@ class Terminal:
             table.add_row(*cells)
         self.console.print(table)
 
+    def sparsity_table(self, rows: Sequence[dict[str, Any]]) -> None:
+        """What indexed attention chose; nothing where there is none."""
+        table = Table(title="tokens that retrieving heads chose")
+        shown = ("length", "tokens", "p10", "p50", "p90", "chosen", "captured", "pairs", "groups", "cache")
+        for name in shown:
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(*(f"{row[n]:,.0f}" for n in shown[:5]), *(f"{100 * row[n]:.1f} %" for n in shown[5:]))
+        if rows:
+            self.console.print(table)
+
     def task_table(self, rows: Sequence[dict[str, Any]]) -> None:
         """RULER tasks and choice sets, a column a plan; nothing where none was measured."""
         rows = [row for row in rows if row["task"] not in ("needle", "perplexity")]

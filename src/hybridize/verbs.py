@@ -184,6 +184,7 @@ def write_run(
         facts=shown,
         seconds=seconds,
         training=more.get("training"),
+        sparsity=more.get("sparsity"),
     )
 
 

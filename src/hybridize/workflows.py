@@ -18,9 +18,9 @@ from hybridize.evaluation.cells import Cell, against, merged
 from hybridize.evaluation.suite import DRIFT_PROMPT, Measure, Proof, measures
 from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded
-from hybridize.methods.igal import igal_plan, needs_scores
+from hybridize.methods import igal, rtpurbo
 from hybridize.methods.nll import plan_from_scores
-from hybridize.operators.specs import Linear, OperatorSpec, Window
+from hybridize.operators.specs import Indexed, Linear, OperatorSpec, Window
 from hybridize.plan import AttentionPlan
 from hybridize.results import quality_row
 from hybridize.runs import RunFolder
@@ -40,7 +40,7 @@ class Selection:
     """How layers, or groups, are chosen, and what the others run. unit, kinds: None for the selector's own.
 
     linear: IGAL's, what the chosen run (`control` names a control of it), or FlashMorph's, what the others run; None: the
-        chosen run what the base does, the others a window.
+        chosen run what the base does, the others a window. indexed: RTPurbo's, what chosen heads run.
     """
 
     selector: str = "drop"
@@ -57,11 +57,14 @@ class Selection:
     seed: int = 1
     batch_tokens: int = 1024
     linear: Linear | None = None
+    indexed: Indexed | None = None
     control: str | None = None
 
     @property
     def needs_scores(self) -> bool:
-        return self.linear is None or needs_scores(self.control)
+        if self.indexed is not None:
+            return rtpurbo.needs_scores(self.control)
+        return self.linear is None or igal.needs_scores(self.control)
 
     @property
     def cheap(self) -> Window:
@@ -152,8 +155,10 @@ def plan_of_scores(scores: Scores | None, base: AttentionPlan, ask: Selection) -
     """
     if scores is not None:
         scores.check_identity(base.geometry.identity)
+    if ask.indexed is not None:
+        return rtpurbo.rtpurbo_plan(scores, base, ask.indexed, ask.budget, ask.control)
     if ask.linear is not None:
-        return igal_plan(scores, base, ask.linear, ask.cheap, ask.budget, ask.control)
+        return igal.igal_plan(scores, base, ask.linear, ask.cheap, ask.budget, ask.control)
     assert scores is not None
     return plan_from_scores(scores, base, ask.cheap, ask.budget)
 

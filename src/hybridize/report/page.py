@@ -27,6 +27,7 @@ def write_report(
     facts: dict[str, Any] | None = None,
     seconds: dict[str, float] | None = None,
     training: Mapping[str, Mapping[str, Any]] | None = None,
+    sparsity: Sequence[dict[str, Any]] | None = None,
     dtype: str = "bfloat16",
 ) -> Path:
     """Write the page.
@@ -34,7 +35,7 @@ def write_report(
     Args:
         rows: quality rows (design.md's results format); those of method "base" are the reference.
         facts: shown as name and value at the top.
-        seconds: per phase. training: for each stage its record (report/training.py).
+        seconds: per phase. training: for each stage its record (report/training.py). sparsity: rows of evaluation/sparsity.py.
     """
     base = AttentionPlan.base(plan.geometry)
     contexts = [2**i for i in range(10, 18)]
@@ -55,6 +56,7 @@ def write_report(
         score_chart=None if scores is None else Markup(_score_chart(scores, plan)),
         score_unit=None if scores is None else scores.unit,
         training=training_parts(training, plan),
+        sparsity=sparsity,
         scorer=None if scores is None else scores.provenance.get("scorer"),
         cache_lines=costs("cache bytes over context", lambda p, n: p.cache_bytes(n, 1, dtype)),
         prefill_lines=costs("attention FLOPs of a prefill over context", AttentionPlan.prefill_flops),

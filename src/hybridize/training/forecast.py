@@ -13,7 +13,11 @@ from hybridize.plan import AttentionPlan
 from hybridize.training.recipe import Recipe
 from hybridize.training.stages import is_trained
 
-PASSES = {"branches": 1.5, "gates": 3.0}  # forward passes' worth of a step beside a teacher's; other stages': three
+PASSES = {
+    "branches": 1.5,
+    "index": 1.5,
+    "gates": 3.0,
+}  # forward passes' worth of a step beside a teacher's; other stages': three
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,27 @@ def chunked_kl(
     return torch.cat(losses) if losses else hidden.sum(-1).float()
 
 
+def chunked_top_kl(
+    hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, logits: Tensor, chunk: int = CHUNK
+) -> Tensor:
+    """KL(teacher || student) over the teacher's K most likely tokens at each token, fp32 [N] (RTPurbo's stage 2).
+
+    The teacher's share is among those K, the student's among all: what it gives to others is lost.
+
+    Args:
+        hidden: [N, E]. ids, logits: [N, K], of the teacher.
+    """
+
+    def part(mine: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
+        wanted = logits.float().log_softmax(-1)
+        given = head(mine).float().log_softmax(-1).gather(-1, ids)
+        return (wanted.exp() * (wanted - given)).sum(-1)
+
+    pieces = zip(hidden.split(chunk), ids.split(chunk), logits.split(chunk), strict=True)
+    losses = [checkpoint(part, *piece, use_reentrant=False) for piece in pieces]
+    return torch.cat(losses) if losses else hidden.sum(-1).float()
+
+
 def row_means(losses: Tensor, rows: Tensor, count: int) -> Tensor:
     """Mean of the losses [N] of each row, [count]; `rows` [N] says whose each is, a row without any gives 0."""
     sums = losses.new_zeros(count).index_add(0, rows, losses)

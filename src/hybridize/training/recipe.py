@@ -10,7 +10,7 @@ from hybridize.data.needles import CALIBRATION_KINDS
 from hybridize.errors import bad
 
 Asked = TypeVar("Asked")
-TRAINED = ("branches", "lora", "attention", "all")
+TRAINED = ("branches", "lora", "attention", "all", "base")
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,11 @@ class Recipe:
         steps: optimizer steps. rows: rows a step, over all devices. length: tokens a row.
         rate, branch_rate: peak learning rates of base weights and of parameters beside them.
         trains: "branches" (parameters beside the base's only), "lora" (and low-rank factors of q, k, v, o, merged at the
-            end), "attention" (and q, k, v, o themselves), "all" weights.
+            end), "attention" (and q, k, v, o themselves), "all" weights, "base" (all but parameters beside the base's).
         transfer_steps: steps of attention transfer before, on branches alone, at transfer_rate.
         ce, kl: weights of the cross entropy, and of the KL from the untrained base under its own plan, at learned tokens.
+        top: of the KL, the teacher's most likely tokens that it is over, written down before the stage (0: all of them, from a
+            teacher that runs beside the student).
         text_share: share of rows that are text. kinds: needles of the others.
         micro: rows a device runs at once (0: all of its share). checkpointing: recompute layers, for memory.
         warmup: steps of rising rate; then a cosine to `floor` times the peak. clip: largest gradient norm.
@@ -42,6 +44,7 @@ class Recipe:
     transfer_rate: float = 1e-2
     ce: float = 1.0
     kl: float = 0.0
+    top: int = 0
     text_share: float = 1 / 3
     kinds: tuple[str, ...] = CALIBRATION_KINDS
     micro: int = 0
@@ -58,7 +61,7 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "transfer_steps", "micro", "warmup", "watch"):
+        for name in ("steps", "transfer_steps", "micro", "warmup", "watch", "top"):
             if getattr(self, name) < 0:
                 raise bad(f"train.{name}", getattr(self, name), "at least 0")
         for name in ("rows", "length", "lora_rank", "lora_alpha", "save_every", "rate", "branch_rate", "gate_rate",

@@ -16,25 +16,28 @@ from hybridize.operators.registry import build_operator
 from hybridize.operators.teacher import Taught
 from hybridize.plan import AttentionPlan
 from hybridize.training.adapters import PROJECTIONS, add_lora, merge_lora
-from hybridize.training.losses import chunked_cross_entropy, chunked_kl, row_means
+from hybridize.training.losses import chunked_cross_entropy, chunked_kl, chunked_top_kl, row_means
 from hybridize.training.recipe import Recipe
 from hybridize.training.teacher import frozen_teacher
+from hybridize.training.top import TopRows
 from hybridize.training.trainer import train
 
 Report = Callable[[int, int], None]
 
 
 class FineTune(nn.Module):
-    """`ce` times the cross entropy of the tokens from each row's `start` on, and `kl` times the KL from a teacher there: a
-    row's mean, then the mean over rows."""
+    """`ce` times the cross entropy of the tokens from each row's `start` on, and `kl` times the KL there from a teacher, or
+    from what one said before: a row's mean, then the mean over rows."""
 
     def __init__(self, model: Any, teacher: Any = None, ce: float = 1.0, kl: float = 0.0) -> None:
         super().__init__()
         self.model, self.ce, self.kl = model, ce, kl
         self.held = (teacher,)  # no module of this one: it is not trained, saved or shared out
 
-    def forward(self, input_ids: Tensor, start: Tensor) -> dict[str, Tensor]:
-        """input_ids [B, T], start [B] to {"loss"}."""
+    def forward(
+        self, input_ids: Tensor, start: Tensor, top_ids: Tensor | None = None, top_logits: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """input_ids [B, T], start [B] to {"loss"}; top_ids, top_logits: of all learned tokens, one row behind the other."""
         hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
         learned = learned_tokens(input_ids, start)
         states, (teacher,) = hidden[:, :-1][learned], self.held
@@ -45,6 +48,8 @@ class FineTune(nn.Module):
             with torch.no_grad():
                 theirs = teacher.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1][learned]
             losses = losses + self.kl * chunked_kl(states, self.model.lm_head, theirs, teacher.lm_head)
+        if top_ids is not None and top_logits is not None:
+            losses = losses + self.kl * chunked_top_kl(states, self.model.lm_head, top_ids, top_logits)
         return {"loss": row_means(losses, learned.nonzero()[:, 0], len(input_ids)).mean()}
 
 
@@ -67,15 +72,17 @@ class Transfer(nn.Module):
 
 def fine_tune(
     model: Any,
-    rows: Mixture,
+    rows: Mixture | TopRows,
     recipe: Recipe,
     folder: Path,
     report: Report | None = None,
     recall: Callable[[], float] | None = None,
 ) -> dict[str, Any]:
-    """Train what the recipe names, in place, on fp32 masters; what `train` returns."""
+    """Train what the recipe names, in place, on fp32 masters; what `train` returns. `rows` with a teacher's most likely tokens
+    where the recipe has `top`."""
     with masters(model):
-        teacher = frozen_teacher(model, lambda name: is_trained(name, recipe.trains)) if recipe.kl else None
+        beside = recipe.kl and not recipe.top
+        teacher = frozen_teacher(model, lambda name: is_trained(name, recipe.trains)) if beside else None
         if recipe.trains == "lora":
             add_lora(model, recipe.lora_rank, recipe.lora_alpha)
         select(model, recipe.trains)
@@ -96,7 +103,7 @@ def transfer(model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: Re
 
 
 def run_stage(
-    stage: nn.Module, model: Any, rows: Mixture, recipe: Recipe, folder: Path, report: Report | None, **how: Any
+    stage: nn.Module, model: Any, rows: Mixture | TopRows, recipe: Recipe, folder: Path, report: Report | None, **how: Any
 ) -> dict[str, Any]:
     """`train`, with what a recipe says of memory."""
     if recipe.checkpointing:
@@ -118,7 +125,9 @@ def select(model: nn.Module, trains: str) -> None:
 def is_trained(name: str, trains: str) -> bool:
     """Whether a parameter is among those that a recipe's `trains` names."""
     part = name.split(".")
-    if trains == "all" or "branches" in part:
+    if "branches" in part:
+        return trains != "base"
+    if trains in ("all", "base"):
         return True
     return "lora_" in name if trains == "lora" else trains == "attention" and any(p in part for p in PROJECTIONS)
 

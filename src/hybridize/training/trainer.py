@@ -20,6 +20,7 @@ from hybridize.data.mixture import Mixture, Row
 from hybridize.errors import HybridizeError, bad
 from hybridize.files import write_text
 from hybridize.training.recipe import Recipe
+from hybridize.training.top import TaughtRow, TopRows
 from hybridize.training.watching import Watch, settled
 
 WHOLE = "whole"  # a file in each checkpoint that was written to its end
@@ -28,7 +29,7 @@ TRAINED_FILE = "trained.safetensors"
 
 def train(
     stage: nn.Module,
-    rows: Mixture,
+    rows: Mixture | TopRows,
     recipe: Recipe,
     folder: Path,
     *,
@@ -118,8 +119,12 @@ def kind_of(name: str) -> str:
 
 
 def collate(rows: list[Row]) -> dict[str, Tensor]:
-    """input_ids [B, T] and start [B] of rows of one length."""
-    return {"input_ids": torch.tensor([row.ids for row in rows]), "start": torch.tensor([row.start for row in rows])}
+    """input_ids [B, T] and start [B] of rows of one length, and what a teacher said of them, one row behind the other."""
+    made = {"input_ids": torch.tensor([row.ids for row in rows]), "start": torch.tensor([row.start for row in rows])}
+    taught = [row for row in rows if isinstance(row, TaughtRow)]
+    if taught:
+        made |= {name: torch.cat([getattr(row, name) for row in taught]) for name in ("top_ids", "top_logits")}
+    return made
 
 
 def last_whole(folder: Path) -> Path | None:
