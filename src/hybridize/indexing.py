@@ -65,7 +65,9 @@ def with_trained(plan: AttentionPlan, trained: dict[str, Any]) -> AttentionPlan:
     return replace(plan, provenance={**plan.provenance, "trained_tokens": tokens})
 
 
-def sparsity_rows(run: RunFolder, loaded: Loaded, model: Any, proof: Proof, report: Report = silent) -> list[dict[str, Any]]:
+def sparsity_rows(
+    run: RunFolder, loaded: Loaded, model: Any, proof: Proof, report: Report = silent, step: str = "sparsity"
+) -> list[dict[str, Any]]:
     """What the model's indexed attention chooses at the proof's lengths, one step of the run."""
 
     def make() -> list[dict[str, Any]]:
@@ -76,5 +78,5 @@ def sparsity_rows(run: RunFolder, loaded: Loaded, model: Any, proof: Proof, repo
             prompts += needle_prompts(loaded.tokenizer, text, **given)
         return sparsity(model, prompts, partial(report, "sparsity"))
 
-    rows: list[dict[str, Any]] = run.step("sparsity", make)
+    rows: list[dict[str, Any]] = run.step(step, make)
     return rows
