@@ -58,12 +58,18 @@ def load(name: str) -> Any:
 def prepare() -> None:
     """Load the kernels where they may be asked for: a graph that is being traced cannot import them."""
     if mode() == "triton" or (mode() == "auto" and torch.cuda.is_available()):
-        for name in ("window", "decode", "rotary", "matvec", "proof"):
+        for name in ("window", "decode", "rotary", "matvec", "indexed", "proof"):
             load(name)
 
 
-def kernels_for(name: str, q: Tensor, dropout: float = 0.0) -> Any:
+def keeps_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def kernels_for(name: str, q: Tensor, dropout: float = 0.0, lacks: str | None = None) -> Any:
     """The module of kernels to run for queries q [B, H, T, D], or None: run the reference.
+
+    `lacks`: what is asked for that these kernels do not have.
 
     Raises:
         HybridizeError: HYBRIDIZE_KERNELS=triton, and they cannot run.
@@ -71,7 +77,7 @@ def kernels_for(name: str, q: Tensor, dropout: float = 0.0) -> Any:
     chosen = mode()
     if chosen == "reference" or (chosen == "auto" and q.device.type != "cuda"):
         return None
-    reason = _why_not(name, q, dropout)
+    reason = lacks or _why_not(name, q, dropout)
     if reason is None:
         return load(name)
     if chosen == "triton":
@@ -106,7 +112,7 @@ def _why_not(name: str, q: Tensor, dropout: float) -> str | None:
         return f"head_dim is {q.shape[-1]}, the kernels take {HEAD_DIMS}"
     if dropout:
         return "the kernels have no attention dropout"
-    if q.dtype == torch.float32 and q.device.type == "cuda" and torch.is_grad_enabled() and q.requires_grad:
+    if q.dtype == torch.float32 and q.device.type == "cuda" and keeps_gradients(q):
         return "their fp32 backward takes minutes to compile (autocast to bf16, and it is compiled in seconds)"
     return _proven(q)
 

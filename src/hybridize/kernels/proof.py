@@ -12,9 +12,12 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hybridize.kernels.decode import one_token_attention
+from hybridize.kernels.indexed import indexed_attention, indexed_token_attention
 from hybridize.kernels.matvec import matvec
 from hybridize.kernels.rotary import rotate
 from hybridize.kernels.window import window_attention
+from hybridize.operators.choosing import chosen
+from hybridize.operators.specs import Indexed
 
 LIMIT = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 ROWS, GROUPS, HEADS, TOKENS, SIZE, SINKS = 2, 2, 2, 150, 50, 4
@@ -26,7 +29,7 @@ def why_wrong(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
     def errors() -> dict[str, float]:
         given = (device, dtype, head_dim)
         found = _window_errors(*given) | _decode_errors(*given) | _token_errors(*given) | _rotary_errors(*given)
-        return found | _matvec_errors(device, dtype)
+        return found | _indexed_errors(*given) | _matvec_errors(device, dtype)
 
     return _verdict(device, errors, LIMIT[dtype])
 
@@ -110,6 +113,35 @@ def _rotary_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> d
     pairs = [*zip(mine, theirs, strict=True)]
     pairs += zip(*(torch.autograd.grad(out, leaves, weights) for out in (mine, theirs)), strict=True)
     return {"rotary": max(_error(a, b.float()) for a, b in pairs)}
+
+
+def _indexed_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, float]:
+    """A chunk behind earlier tokens, and its last token alone; the second head of each group retrieves."""
+    past, spec = 70, Indexed(top_p=0.7, block=16, sinks=SINKS)
+    columns, which = past + TOKENS, torch.arange(1, GROUPS * HEADS, HEADS, device=device)
+    shapes = (GROUPS * HEADS, TOKENS), (GROUPS, columns), (GROUPS, columns)
+    leaves = [torch.randn(ROWS, *s, head_dim, device=device, dtype=dtype, requires_grad=True) for s in shapes]
+    index_q, index_k = (torch.randn(ROWS, *s, spec.dim, device=device, dtype=dtype) for s in shapes[:2])
+    weight = torch.randn(ROWS, GROUPS, TOKENS, head_dim, device=device, dtype=dtype)
+    starts, dense = torch.full((ROWS,), past, device=device), torch.tensor([0, past + 20], device=device)
+    positions, scale = past + torch.arange(TOKENS, device=device)[None], head_dim**-0.5
+    choice = spec.block, spec.sinks, spec.top_p, scale
+    seen = chosen(index_q[:, which].float() @ index_k.float().transpose(-1, -2), positions, spec)
+    everything = torch.arange(columns, device=device) <= positions[..., None]
+    seen = seen | (everything & (positions < dense[:, None])[..., None])[:, None]
+    q, k, v = leaves
+    mine = indexed_attention(*leaves, index_q, index_k, which, starts, dense, *choice)
+    theirs = _written_out(q[:, which].float(), k.float(), v.float(), seen, scale)
+    pairs = [(mine, theirs)]
+    if not (dtype == torch.float32 and device.type == "cuda"):
+        pairs += zip(
+            torch.autograd.grad(mine, leaves, weight), torch.autograd.grad(theirs, leaves, weight.float()), strict=True
+        )
+    names = "indexed", "indexed dq", "indexed dk", "indexed dv"
+    found = {name: _error(*pair) for name, pair in zip(names, pairs, strict=False)}
+    last = q[:, :, -1:].detach(), k.detach(), v.detach(), index_q[:, :, -1:], index_k
+    token = indexed_token_attention(*last, which, starts + TOKENS - 1, dense, *choice)
+    return found | {"indexed token": _error(token, theirs[:, :, -1:])}
 
 
 def _matvec_errors(device: torch.device, dtype: torch.dtype) -> dict[str, float]:

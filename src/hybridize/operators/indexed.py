@@ -9,11 +9,13 @@ learns from the attention it stands for (`error`), not from what is done with it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hybridize.kernels.dispatch import keeps_gradients, kernels_for
 from hybridize.operators.choosing import chosen, page_bounds, random_scores
 from hybridize.operators.contract import Chunk, Heads, Operator, State
 from hybridize.operators.dense import causal_attention, masked_attention
@@ -22,6 +24,7 @@ from hybridize.operators.learned import Learned, stacked
 from hybridize.operators.specs import Indexed
 from hybridize.operators.window import WindowAttention
 
+KERNEL_BLOCKS = (16, 32, 64, 128)
 AT_ONCE = 1 << 25  # scores that stand in memory together
 ERROR_ROWS = 256  # queries of a row whose attention the index learns in one step
 
@@ -73,8 +76,10 @@ class IndexedAttention(Operator):
         if len(which) == heads.q.shape[1]:
             return self._tracked(self._retrieve(heads, which, k, v, index_k, state)), {}
         out = self.near.over_everything(heads, k, v, stored=state is not None)
-        found = self._retrieve(heads, which, k, v, index_k, state)
-        return self._tracked(out.index_copy(1, which, found.to(out.dtype))), {}
+        found = self._retrieve(heads, which, k, v, index_k, state).to(out.dtype)
+        # in the layer's own memory, where nothing is learned from it
+        joined = out.index_copy(1, which, found) if keeps_gradients(out, found) else out.index_copy_(1, which, found)
+        return self._tracked(joined), {}
 
     def retrieving(self, heads: Heads) -> Tensor:
         """Numbers of the span's query heads that retrieve."""
@@ -131,13 +136,16 @@ class IndexedAttention(Operator):
     ) -> Tensor:
         """[B, H', T, D]: attention of the heads `which` to what each query sees."""
         chunk, group = heads.chunk, self._group_of(heads, which)
-        if self.spec.select == "all" and len(which) == heads.q.shape[1]:
-            alone = state is None or (chunk.offset == 0 and chunk.tokens > 1)
-            if alone:
-                return causal_attention(heads.q, heads.k, heads.v, heads.scale, heads.dropout)
-            assert state is not None
-            return attend_history(heads, state)
-        trains = torch.is_grad_enabled() and any(x.requires_grad for x in (heads.q, k, v))
+        if self._everything(chunk):
+            every = len(which) == heads.q.shape[1]
+            if state is None or (chunk.offset == 0 and chunk.tokens > 1):
+                own = (heads.q, heads.k, heads.v) if every else (heads.q[:, which], heads.k[:, group], heads.v[:, group])
+                return causal_attention(*own, heads.scale, heads.dropout)
+            if every:
+                return attend_history(heads, state)
+        if (kernels := self._kernels(heads)) is not None:
+            return self._fused(kernels, heads, which, k, v, index_k)
+        trains = keeps_gradients(heads.q, k, v)
         k_each, v_each = k[:, group], v[:, group]
 
         def part(rows: slice, q: Tensor, k_each: Tensor, v_each: Tensor) -> Tensor:
@@ -153,6 +161,36 @@ class IndexedAttention(Operator):
             again = trains and step < chunk.tokens
             outs.append(checkpoint(part, *given, use_reentrant=False) if again else part(*given))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+    def _everything(self, chunk: Chunk) -> bool:
+        """Whether it is known, without asking the device, that every query of the chunk sees all before it."""
+        if self.spec.select == "all" or (self.spec.dense_prefill and chunk.prompt_len is None):
+            return True
+        return chunk.offset is not None and chunk.offset + chunk.tokens <= self.spec.dense_below
+
+    def _kernels(self, heads: Heads) -> Any:
+        spec, lacks = self.spec, None
+        if spec.select != "index":
+            return None  # a control
+        if spec.min_tokens or spec.max_tokens or spec.top_p == 1:
+            lacks = "they choose by a share below 1 alone, without min_tokens and max_tokens"
+        elif spec.block not in KERNEL_BLOCKS:
+            lacks = f"indexed.block is {spec.block}, they have {KERNEL_BLOCKS}"
+        return kernels_for("indexed", heads.q, heads.dropout, lacks)
+
+    def _fused(
+        self, kernels: Any, heads: Heads, which: Tensor, k: Tensor, v: Tensor, index_k: Tensor | None
+    ) -> Tensor:
+        spec, chunk = self.spec, heads.chunk
+        starts = chunk.starts.expand(chunk.batch).contiguous()
+        dense = torch.full_like(starts, spec.dense_below)
+        if spec.dense_prefill:
+            dense = torch.full_like(starts, 2**31 - 1) if chunk.prompt_len is None else dense.maximum(chunk.prompt_len)
+        given = (heads.q, k, v, self.index_queries(heads), index_k, which, starts, dense)
+        how = (spec.block, spec.sinks, spec.top_p, heads.scale)
+        if chunk.tokens == 1 and not keeps_gradients(heads.q, k, v):
+            return kernels.indexed_token_attention(*given, *how)
+        return kernels.indexed_attention(*given, *how, chunk.count)
 
     def error(self, heads: Heads, wanted: Tensor) -> Tensor:
         """KL(attention || softmax(score)) of the heads that retrieve, over at most ERROR_ROWS queries of each row (RTPurbo's

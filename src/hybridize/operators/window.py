@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridize.kernels.dispatch import kernels_for
+from hybridize.kernels.dispatch import keeps_gradients, kernels_for
 from hybridize.operators.banded import banded_attention
 from hybridize.operators.contract import Chunk, Heads, OneToken, Operator, State, take, write_at
 from hybridize.operators.dense import masked_attention, softmax_attention
@@ -93,7 +93,15 @@ class WindowAttention(Operator):
         """Each query's window, from k and v of all tokens up to the chunk's last (`stored`), or of the chunk's own."""
         chunk = heads.chunk
         if chunk.tokens == 1:
-            return self._masked(heads.q, k, v, chunk.positions, None, heads)
+            kernels = None if keeps_gradients(heads.q, k, v) else kernels_for("decode", heads.q, heads.dropout)
+            if kernels is None:
+                return self._masked(heads.q, k, v, chunk.positions, None, heads)
+            none, count = heads.q.new_empty(0), chunk.starts + 1
+            near = (count - self.spec.size).clamp_min(0)
+            seen: Tensor = kernels.one_token_attention(
+                heads.q, [k], [v], [count], [near], [none], [self.spec.sinks], [False], [], heads.scale
+            )
+            return seen
         history = None
         if stored and chunk.offset != 0:
             back = torch.arange(self.spec.size - 1, 0, -1, device=k.device)
