@@ -10,7 +10,8 @@ import hybridize as hz
 from conftest import BASES, make_base, make_hybrid, make_plan
 from hybridize.kernels import dispatch
 from hybridize.operators.banded import banded_attention
-from hybridize.operators.choosing import WIDTH, chosen
+from hybridize.operators.choosing import WIDTH
+from hybridize.operators.choosing import chosen as chosen_tokens
 from hybridize.operators.contract import write_at
 from hybridize.operators.dense import explicit_attention
 
@@ -216,7 +217,9 @@ def test_a_fallback_is_announced(monkeypatch):
     assert len(said) == 1 and "head_dim is 12" in said[0]
 
 
-@pytest.mark.parametrize("operator", ["window", "window_no_sinks", "window_rebased", "window_full_decode", "linear", "indexed", "mixed"])
+@pytest.mark.parametrize(
+    "operator", ["window", "window_no_sinks", "window_rebased", "window_full_decode", "linear", "indexed", "mixed"]
+)
 def test_models_run_on_the_kernels(ids, operator, monkeypatch):
     """Whole models, padding, chunks and gradients: kernels and reference side by side."""
     model = make_hybrid(make_base("qwen3"), operator)
@@ -363,8 +366,13 @@ def indexed_case(case, scale=2.0):
     positions = starts[:, None] + torch.arange(t)
     scores = index_q[:, which] @ index_k.nan_to_num()[:, which // r].transpose(-1, -2)
     seen = torch.arange(columns) <= positions[:, None, :, None]
-    mask = chosen(scores, positions, spec) | (seen & (positions < dense[:, None])[:, None, :, None])
-    return (q, k, v, index_q, index_k, which, starts, dense), (block, sinks, p, 0.3), mask, scores.masked_fill(~seen, -torch.inf)
+    mask = chosen_tokens(scores, positions, spec) | (seen & (positions < dense[:, None])[:, None, :, None])
+    return (
+        (q, k, v, index_q, index_k, which, starts, dense),
+        (block, sinks, p, 0.3),
+        mask,
+        scores.masked_fill(~seen, -torch.inf),
+    )
 
 
 def indexed_by_hand(q, k, v, which, mask, scale):
@@ -376,7 +384,10 @@ def indexed_by_hand(q, k, v, which, mask, scale):
 def test_indexed_kernel_is_the_reference(case):
     given, how, mask, _ = indexed_case(case)
     results = []
-    for function in (lambda *x: indexed_attention(*x, *given[3:], *how), lambda *x: indexed_by_hand(*x, given[5], mask, how[3])):
+    for function in (
+        lambda *x: indexed_attention(*x, *given[3:], *how),
+        lambda *x: indexed_by_hand(*x, given[5], mask, how[3]),
+    ):
         leaves = [x.clone().requires_grad_() for x in given[:3]]
         out = function(*leaves)
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
@@ -437,7 +448,11 @@ def test_indexed_padding_comes_out_as_zero_and_gets_no_gradient():
 
 def test_indexed_refusals_and_fallbacks(ids, monkeypatch):
     given, (block, sinks, p, scale), *_ = indexed_case("one head")
-    for wrong, name in (((8, sinks, p, scale), "block"), ((block, sinks, 1.0, scale), "top_p"), ((block, sinks, p, 0), "scale")):
+    for wrong, name in (
+        ((8, sinks, p, scale), "block"),
+        ((block, sinks, 1.0, scale), "top_p"),
+        ((block, sinks, p, 0), "scale"),
+    ):
         with pytest.raises(hz.HybridizeError, match=name):
             indexed_attention(*given, *wrong)
     monkeypatch.setenv("HYBRIDIZE_KERNELS", "triton")

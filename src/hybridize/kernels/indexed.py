@@ -65,12 +65,13 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """(M, limit), fp32 [B, H', T] each: a query sees blocks whose largest score lies less than `limit` below M, and those that
     it always sees."""
-    (b, _, t, i), g, hp = index_q.shape, index_k.shape[1], len(which)
+    (b, _, t, _), g, hp = index_q.shape, index_k.shape[1], len(which)
     peak, limit = (torch.empty(b, hp, t, dtype=torch.float32, device=index_q.device) for _ in "ml")
     shape = _shape(index_q, g, block)
     rows = 64 if index_q.dtype != torch.float32 else 32
     choose_kernel[triton.cdiv(t, rows), b * hp](
-        index_q, index_k, peak, limit, which, starts, dense_until, *_strides(index_q, index_k), hp, t, sinks, top_p, **shape, BLOCK_T=rows, BINS=BINS, WIDTH=WIDTH, num_warps=4, num_stages=2,
+        index_q, index_k, peak, limit, which, starts, dense_until, *_strides(index_q, index_k),
+        hp, t, sinks, top_p, **shape, BLOCK_T=rows, BINS=BINS, WIDTH=WIDTH, num_warps=4, num_stages=2,
     )  # fmt: skip
     return peak, limit
 
@@ -81,7 +82,7 @@ class _Indexed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Any, block: int, sinks: int, scale: float) -> Tensor:
         *given, which, starts, counts = chosen
-        (b, _, t, d), hp = q.shape, len(which)
+        (b, _, t, _), hp = q.shape, len(which)
         out, lse = _heads_inside(q, hp), torch.empty_like(given[-1])
         launch = _launch(q, 128)
         attend_kernel[triton.cdiv(t, launch["BLOCK_T"]), b * hp](
@@ -157,7 +158,8 @@ def indexed_token_attention(
     lse = torch.empty(b, hp, splits, dtype=torch.float32, device=device)
     padded = triton.next_power_of_2(d)
     read_kernel[(splits * b * hp,)](
-        q, k, v, pieces, lse, listed, found, which, positions, *q.stride()[:2], *_strides(k, v), hp, blocks, splits, scale * LOG2E, R=h // g, D=d, BLOCK_D=padded, BLOCK=block, PRECISION=shape["PRECISION"],
+        q, k, v, pieces, lse, listed, found, which, positions, *q.stride()[:2], *_strides(k, v),
+        hp, blocks, splits, scale * LOG2E, R=h // g, D=d, BLOCK_D=padded, BLOCK=block, PRECISION=shape["PRECISION"],
         num_warps=4, num_stages=3,
     )  # fmt: skip
     out = torch.empty(b, hp, 1, d, dtype=q.dtype, device=device)
@@ -195,7 +197,7 @@ def _shape(index_q: Tensor, groups: int, block: int) -> dict[str, Any]:
     i = index_q.shape[-1]
     precision = "ieee" if index_q.dtype == torch.float32 else "tf32"
     return {
-        "R": index_q.shape[1] // groups, "I": i, "BLOCK_I": max(16, triton.next_power_of_2(i)), "BLOCK": block,
+        "R": index_q.shape[1] // groups, "INDEX": i, "BLOCK_I": max(16, triton.next_power_of_2(i)), "BLOCK": block,
         "PRECISION": precision,
     }  # fmt: skip
 

@@ -15,7 +15,7 @@ from hybridize.kernels.window_triton import wide
 
 @triton.jit
 def query_rows(b, h, x, HP, T, begin, first, Q, DO, QI, PEAK, LIMIT, LSE, COUNTS, sqb, sqh, sqt, sdb, sdh, sdt, sib, sih, sit,
-               D: tl.constexpr, BLOCK_D: tl.constexpr, I: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr,
+               D: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr,
                HAS_COUNTS: tl.constexpr):  # fmt: skip
     """(n, real, to, q, do, qi, peak, limit, lse) of the positions from `first` on."""
     t, i, d = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D)
@@ -25,7 +25,9 @@ def query_rows(b, h, x, HP, T, begin, first, Q, DO, QI, PEAK, LIMIT, LSE, COUNTS
     rows = wide(real[:, None], d[None, :], D, BLOCK_D)
     q = tl.load(Q + b * sqb + h * sqh + row * sqt + d[None, :], mask=rows, other=0.0)
     do = tl.load(DO + b * sdb + x * sdh + row * sdt + d[None, :], mask=rows, other=0.0)
-    qi = tl.load(QI + b * sib + h * sih + row * sit + i[None, :], mask=wide(real[:, None], i[None, :], I, BLOCK_I), other=0.0)
+    qi = tl.load(
+        QI + b * sib + h * sih + row * sit + i[None, :], mask=wide(real[:, None], i[None, :], INDEX, BLOCK_I), other=0.0
+    )
     peak, limit = tl.load(PEAK + to, mask=real, other=0.0), tl.load(LIMIT + to, mask=real, other=0.0)
     return begin + t, real, to, q, do, qi, peak, limit, tl.load(LSE + to, mask=real, other=0.0)
 
@@ -35,7 +37,7 @@ def index_dq_kernel(
     Q, K, V, QI, KI, PEAK, LIMIT, OUT, DO, LSE, DELTA, DQ, HEADS, STARTS, COUNTS,
     sqb, sqh, sqt, skb, skg, skn, svb, svg, svn, sib, sih, sit, sjb, sjg, sjn, sob, soh, sot, sdb, sdh, sdt, sgb, sgh, sgt,
     HP, T, sinks, scale, natural,
-    R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, I: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr, HAS_COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """DQ [B, H', T, D] and DELTA [B, H', T]; `natural` is scale without log2(e)."""
@@ -46,7 +48,7 @@ def index_dq_kernel(
     last = begin + tl.minimum(first + BLOCK_T, T) - 1
     n, real, to, q, do, qi, peak, limit, lse = query_rows(
         b, h, x, HP, T, begin, first, Q, DO, QI, PEAK, LIMIT, LSE, COUNTS, sqb, sqh, sqt, sdb, sdh, sdt, sib, sih, sit,
-        D, BLOCK_D, I, BLOCK_I, BLOCK_T, HAS_COUNTS)  # fmt: skip
+        D, BLOCK_D, INDEX, BLOCK_I, BLOCK_T, HAS_COUNTS)  # fmt: skip
     d, j = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     row = (n - begin).to(tl.int64)[:, None]
     rows = wide(real[:, None], d[None, :], D, BLOCK_D)
@@ -54,7 +56,7 @@ def index_dq_kernel(
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     dq = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for at in range(0, last + 1, BLOCK):
-        s = block_scores(qi, KI + b * sjb + h // R * sjg, sjn, at, n, last, I, BLOCK_I, BLOCK, True, PRECISION)
+        s = block_scores(qi, KI + b * sjb + h // R * sjg, sjn, at, n, last, INDEX, BLOCK_I, BLOCK, True, PRECISION)
         taken = taken_rows(s, peak, limit, at, n, sinks, BLOCK) & real
         if tl.max(taken.to(tl.int32), 0) > 0:
             far = tl.cast(at, tl.int64)
@@ -76,7 +78,7 @@ def index_dkv_kernel(
     Q, K, V, QI, KI, PEAK, LIMIT, DO, LSE, DELTA, DK, DV, HEADS, STARTS, COUNTS,
     sqb, sqh, sqt, skb, skg, skn, svb, svg, svn, sib, sih, sit, sjb, sjg, sjn, sdb, sdh, sdt,
     HP, T, columns, sinks, scale, natural,
-    R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, I: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr, HAS_COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """DK and DV [B, H', S, D], fp32, of the columns of one block."""
@@ -93,9 +95,9 @@ def index_dkv_kernel(
         for first in range(tl.maximum(at - begin, 0) // BLOCK_T * BLOCK_T, T, BLOCK_T):
             n, real, to, q, do, qi, peak, limit, lse = query_rows(
                 b, h, x, HP, T, begin, first, Q, DO, QI, PEAK, LIMIT, LSE, COUNTS, sqb, sqh, sqt, sdb, sdh, sdt, sib, sih, sit,
-                D, BLOCK_D, I, BLOCK_I, BLOCK_T, HAS_COUNTS)  # fmt: skip
+                D, BLOCK_D, INDEX, BLOCK_I, BLOCK_T, HAS_COUNTS)  # fmt: skip
             last = begin + tl.minimum(first + BLOCK_T, T) - 1
-            s = block_scores(qi, KI + b * sjb + h // R * sjg, sjn, at, n, last, I, BLOCK_I, BLOCK, True, PRECISION)
+            s = block_scores(qi, KI + b * sjb + h // R * sjg, sjn, at, n, last, INDEX, BLOCK_I, BLOCK, True, PRECISION)
             taken = taken_rows(s, peak, limit, at, n, sinks, BLOCK) & real
             if tl.max(taken.to(tl.int32), 0) > 0:
                 delta = tl.load(DELTA + to, mask=real, other=0.0)

@@ -17,7 +17,7 @@ from hybridize.kernels.window_triton import softmax_step, wide
 @triton.jit
 def scan_kernel(
     QI, KI, TOPS, MASSES, STARTS, sqb, sqh, skb, skg, skn, G, blocks, parts,
-    R: tl.constexpr, I: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+    R: tl.constexpr, INDEX: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """TOPS and MASSES [B, H, blocks]: the largest score m_b of each block, and its sum of e^(s - m_b)."""
@@ -26,13 +26,13 @@ def scan_kernel(
     n = tl.load(STARTS + b).to(tl.int32)
     rows, i, j = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_I), tl.arange(0, BLOCK)
     real, h = rows < R, g * R + rows
-    q = tl.load(QI + b * sqb + h[:, None] * sqh + i[None, :], mask=wide(real[:, None], i[None, :], I, BLOCK_I), other=0.0)
+    q = tl.load(QI + b * sqb + h[:, None] * sqh + i[None, :], mask=wide(real[:, None], i[None, :], INDEX, BLOCK_I), other=0.0)
     each = tl.cdiv(n // BLOCK + 1, parts)
     first = part * each
     for block in range(first, tl.minimum(first + each, n // BLOCK + 1)):
         at = block * BLOCK
         where = KI + b * skb + g * skg + tl.cast(at, tl.int64) * skn + j[None, :] * skn + i[:, None]
-        k = tl.load(where, mask=wide((at + j <= n)[None, :], i[:, None], I, BLOCK_I), other=0.0)
+        k = tl.load(where, mask=wide((at + j <= n)[None, :], i[:, None], INDEX, BLOCK_I), other=0.0)
         s = tl.where((at + j <= n)[None, :], tl.dot(q, k, input_precision=PRECISION), float("-inf"))
         top = tl.max(s, 1)
         to = (b * G * R + h) * blocks + block
@@ -84,7 +84,11 @@ def read_kernel(
     split, bh = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
     b, h = bh // HP, tl.load(HEADS + bh % HP).to(tl.int64)
     n, found = tl.load(STARTS + b).to(tl.int32), tl.load(FOUND + bh)
-    rows, d, j = tl.arange(0, 16), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)  # tl.dot's least number of rows; the first is real
+    rows, d, j = (
+        tl.arange(0, 16),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, BLOCK),
+    )  # tl.dot's least number of rows; the first is real
     mask = (rows < 1)[:, None] & (d < D)[None, :]
     q = tl.load(Q + b * sqb + h * sqh + rows[:, None] * 0 + d[None, :], mask=mask, other=0.0)
     acc = tl.zeros([16, BLOCK_D], tl.float32)

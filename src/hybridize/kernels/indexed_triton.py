@@ -17,16 +17,16 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def block_scores(q, base, skn, at, n, last, I: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK: tl.constexpr,
+def block_scores(q, base, skn, at, n, last, INDEX: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK: tl.constexpr,
                  MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Index scores [M, BLOCK] of the columns from `at` on, -inf behind a row's own position n [M]; `last`: largest of n."""
     i, j = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK)
     where = base + tl.cast(at, tl.int64) * skn + j[None, :] * skn + i[:, None]
     if MASKED:
-        k = tl.load(where, mask=wide((at + j <= last)[None, :], i[:, None], I, BLOCK_I), other=0.0)
+        k = tl.load(where, mask=wide((at + j <= last)[None, :], i[:, None], INDEX, BLOCK_I), other=0.0)
         return tl.where((at + j)[None, :] <= n[:, None], tl.dot(q, k, input_precision=PRECISION), float("-inf"))
-    if BLOCK_I != I:
-        k = tl.load(where, mask=i[:, None] < I, other=0.0)
+    if BLOCK_I != INDEX:
+        k = tl.load(where, mask=i[:, None] < INDEX, other=0.0)
     else:
         k = tl.load(where)
     return tl.dot(q, k, input_precision=PRECISION)
@@ -59,8 +59,8 @@ def limit_of(held, top_p, BINS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def choose_kernel(
     QI, KI, PEAK, LIMIT, HEADS, STARTS, DENSE, sqb, sqh, sqt, skb, skg, skn, HP, T, sinks, top_p,
-    R: tl.constexpr, I: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
-    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, INDEX: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
+    BINS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """PEAK and LIMIT [B, H', T]: a row sees the blocks whose largest score lies less than LIMIT below PEAK."""
     pid, bh = tl.program_id(0), tl.program_id(1)
@@ -77,22 +77,25 @@ def choose_kernel(
         tl.store(LIMIT + to, everything, mask=real)
     else:
         at_q = QI + b * sqb + h * sqh + t.to(tl.int64)[:, None] * sqt + i[None, :]
-        q = tl.load(at_q, mask=wide(real[:, None], i[None, :], I, BLOCK_I), other=0.0)
+        q = tl.load(at_q, mask=wide(real[:, None], i[None, :], INDEX, BLOCK_I), other=0.0)
         base = KI + b * skb + h // R * skg
-        whole, stop = first // BLOCK * BLOCK, last + 1  # before `whole`, every row sees every column, and none of them is its own
+        whole, stop = (
+            first // BLOCK * BLOCK,
+            last + 1,
+        )  # before `whole`, every row sees every column, and none of them is its own
         peak = tl.full([BLOCK_T], float("-inf"), tl.float32)
         for at in range(0, whole, BLOCK):
-            s = block_scores(q, base, skn, at, n, last, I, BLOCK_I, BLOCK, False, PRECISION)
+            s = block_scores(q, base, skn, at, n, last, INDEX, BLOCK_I, BLOCK, False, PRECISION)
             peak = tl.maximum(peak, tl.max(s, 1))
         for at in range(whole, stop, BLOCK):
-            s = block_scores(q, base, skn, at, n, last, I, BLOCK_I, BLOCK, True, PRECISION)
+            s = block_scores(q, base, skn, at, n, last, INDEX, BLOCK_I, BLOCK, True, PRECISION)
             peak = tl.maximum(peak, tl.max(s, 1))
         held = tl.zeros([BLOCK_T, BINS], tl.float32)
         for at in range(0, whole, BLOCK):
-            s = block_scores(q, base, skn, at, n, last, I, BLOCK_I, BLOCK, False, PRECISION)
+            s = block_scores(q, base, skn, at, n, last, INDEX, BLOCK_I, BLOCK, False, PRECISION)
             held = weighed(held, s, peak, at < sinks, BINS, WIDTH)
         for at in range(whole, stop, BLOCK):
-            s = block_scores(q, base, skn, at, n, last, I, BLOCK_I, BLOCK, True, PRECISION)
+            s = block_scores(q, base, skn, at, n, last, INDEX, BLOCK_I, BLOCK, True, PRECISION)
             held = weighed(held, s, peak, always_seen(at, n, sinks, BLOCK), BINS, WIDTH)
         tl.store(PEAK + to, peak, mask=real)
         tl.store(LIMIT + to, tl.where(n < dense, everything, limit_of(held, top_p, BINS, WIDTH)), mask=real)
@@ -108,7 +111,7 @@ def taken_rows(s, peak, limit, at, n, sinks, BLOCK: tl.constexpr):
 def attend_kernel(
     Q, K, V, QI, KI, PEAK, LIMIT, OUT, LSE, HEADS, STARTS, COUNTS,
     sqb, sqh, sqt, skb, skg, skn, svb, svg, svn, sib, sih, sit, sjb, sjg, sjn, sob, soh, sot, HP, T, sinks, scale,
-    R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, I: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr, HAS_COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """OUT [B, H', T, D] and base-2 LSE [B, H', T]; rows that are padding come out as 0."""
@@ -124,13 +127,15 @@ def attend_kernel(
     row = t.to(tl.int64)[:, None]
     rows = wide(real[:, None], d[None, :], D, BLOCK_D)
     q = tl.load(Q + b * sqb + h * sqh + row * sqt + d[None, :], mask=rows, other=0.0)
-    qi = tl.load(QI + b * sib + h * sih + row * sit + i[None, :], mask=wide(real[:, None], i[None, :], I, BLOCK_I), other=0.0)
+    qi = tl.load(
+        QI + b * sib + h * sih + row * sit + i[None, :], mask=wide(real[:, None], i[None, :], INDEX, BLOCK_I), other=0.0
+    )
     peak, limit = tl.load(PEAK + to, mask=real, other=0.0), tl.load(LIMIT + to, mask=real, other=0.0)
     acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     low = tl.full([BLOCK_T], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
     for at in range(0, last + 1, BLOCK):
-        s = block_scores(qi, KI + b * sjb + h // R * sjg, sjn, at, n, last, I, BLOCK_I, BLOCK, True, PRECISION)
+        s = block_scores(qi, KI + b * sjb + h // R * sjg, sjn, at, n, last, INDEX, BLOCK_I, BLOCK, True, PRECISION)
         taken = taken_rows(s, peak, limit, at, n, sinks, BLOCK) & real
         if tl.max(taken.to(tl.int32), 0) > 0:
             far, inside = tl.cast(at, tl.int64), at + j <= last

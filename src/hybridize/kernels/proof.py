@@ -130,7 +130,7 @@ def _indexed_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     everything = torch.arange(columns, device=device) <= positions[..., None]
     seen = seen | (everything & (positions < dense[:, None])[..., None])[:, None]
     q, k, v = leaves
-    mine = indexed_attention(*leaves, index_q, index_k, which, starts, dense, *choice)
+    mine = indexed_attention(q, k, v, index_q, index_k, which, starts, dense, *choice)
     theirs = _written_out(q[:, which].float(), k.float(), v.float(), seen, scale)
     pairs = [(mine, theirs)]
     if not (dtype == torch.float32 and device.type == "cuda"):

@@ -178,9 +178,7 @@ class IndexedAttention(Operator):
             lacks = f"indexed.block is {spec.block}, they have {KERNEL_BLOCKS}"
         return kernels_for("indexed", heads.q, heads.dropout, lacks)
 
-    def _fused(
-        self, kernels: Any, heads: Heads, which: Tensor, k: Tensor, v: Tensor, index_k: Tensor | None
-    ) -> Tensor:
+    def _fused(self, kernels: Any, heads: Heads, which: Tensor, k: Tensor, v: Tensor, index_k: Tensor | None) -> Tensor:
         spec, chunk = self.spec, heads.chunk
         starts = chunk.starts.expand(chunk.batch).contiguous()
         dense = torch.full_like(starts, spec.dense_below)
