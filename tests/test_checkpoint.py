@@ -123,7 +123,7 @@ def test_split_and_offloaded(base_folder, tmp_path, ids):
     expected = converted(base_folder, tmp_path / "out")
     model = hook(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     plan = model.plan
-    with torch.no_grad():
+    with torch.no_grad(), model.holding_branches():
         model.set_plan(hz.AttentionPlan.base(plan.geometry))
         assert not torch.equal(model(ids).logits, expected(ids).logits)
         model.set_plan(plan)
