@@ -21,7 +21,7 @@ set -e
 2x32-delta-token|degree=2,dim=32,decay=token
 2x32-delta-400|degree=2,dim=32|steps=400
 4x12-sum|degree=4,dim=12,rule=sum
-full|degree=2,dim=32||--control important-full
+important-full|degree=2,dim=32||--control important-full
 2x22-delta-12|degree=2,dim=22||--budget 0.125
 4x9-sum-mix4|degree=4,dim=9,rule=sum,mixing=4
 }"
