@@ -28,6 +28,7 @@ from transformers import (
 )
 
 import hybridize as hz
+from hybridize.operators.indexed import Index
 
 torch.set_num_threads(1)
 if device := os.environ.get("HYBRIDIZE_TEST_DEVICE"):  # "cuda": the invariant matrix on a GPU
@@ -110,6 +111,12 @@ def make_hybrid(base, operator):
                 for parameter in branch.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.5)
     return model.eval()
+
+
+def index_parameters(model):
+    """Names of what only distillation trains: what an index chooses has no gradient of the model's loss."""
+    indexes = [name for name, module in model.named_modules() if isinstance(module, Index)]
+    return {name for name, _ in model.named_parameters() if name.rpartition(".")[0] in indexes}
 
 
 @pytest.fixture(scope="session")
