@@ -9,9 +9,9 @@ import triton
 from torch import Tensor
 
 from hybridize.kernels.decode_triton import decode_kernel, join_kernel
+from hybridize.kernels.memory import PROGRAMS
 from hybridize.kernels.window_triton import LOG2E
 
-PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 BLOCK_N = 64
 
 

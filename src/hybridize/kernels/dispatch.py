@@ -23,6 +23,7 @@ MODES = ("auto", "reference", "triton")
 CUDNN_FROM = 4096
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 HEAD_DIMS = "a multiple of 8 from 16 to 256"
+INDEX_BLOCKS = (16, 32, 64, 128)  # of indexed attention
 
 
 def head_dim_fits(head_dim: int) -> bool:

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from hybridize.errors import bad
 from hybridize.kernels.decode_triton import join_kernel
-from hybridize.kernels.dispatch import HEAD_DIMS, head_dim_fits
+from hybridize.kernels.dispatch import HEAD_DIMS, INDEX_BLOCKS, head_dim_fits
 from hybridize.kernels.indexed_backward_triton import index_dkv_kernel, index_dq_kernel
 from hybridize.kernels.indexed_decode_triton import pick_kernel, read_kernel, scan_kernel
 from hybridize.kernels.indexed_triton import attend_kernel, choose_kernel
+from hybridize.kernels.memory import PROGRAMS, dense, heads_inside, strides
 from hybridize.kernels.window_triton import LOG2E
 from hybridize.operators.choosing import BINS, WIDTH
 
-BLOCKS = (16, 32, 64, 128)
-PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 PICK_AT_ONCE = 128  # blocks that the choice for one token looks at together
 
 
@@ -45,7 +44,7 @@ def indexed_attention(
         which: int [H'].
         starts: int [B], content position of each row's first query.
         dense_until: int [B]; queries at content positions below it see everything.
-        block: one of BLOCKS. top_p: below 1.
+        block: one of INDEX_BLOCKS. top_p: below 1.
         counts: [B], real tokens of each row; later columns come out as 0. None: all are real.
 
     Returns:
@@ -55,7 +54,7 @@ def indexed_attention(
         HybridizeError: a head_dim, block, top_p or scale that the kernels do not have.
     """
     _check(q, block, top_p, scale)
-    q, k, v, index_q, index_k = (_dense(x) for x in (q, k, v, index_q.detach(), index_k.detach()))
+    q, k, v, index_q, index_k = (dense(x) for x in (q, k, v, index_q.detach(), index_k.detach()))
     peak, limit = choose(index_q, index_k, which, starts, dense_until, block, sinks, top_p)
     return _Indexed.apply(q, k, v, (index_q, index_k, peak, limit, which, starts, counts), block, sinks, scale)
 
@@ -70,7 +69,7 @@ def choose(
     shape = _shape(index_q, g, block)
     rows = 64 if index_q.dtype != torch.float32 else 32
     choose_kernel[triton.cdiv(t, rows), b * hp](
-        index_q, index_k, peak, limit, which, starts, dense_until, *_strides(index_q, index_k),
+        index_q, index_k, peak, limit, which, starts, dense_until, *strides(index_q, index_k),
         hp, t, sinks, top_p, **shape, BLOCK_T=rows, BINS=BINS, WIDTH=WIDTH, num_warps=4, num_stages=2,
     )  # fmt: skip
     return peak, limit
@@ -83,11 +82,11 @@ class _Indexed(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Any, block: int, sinks: int, scale: float) -> Tensor:
         *given, which, starts, counts = chosen
         (b, _, t, _), hp = q.shape, len(which)
-        out, lse = _heads_inside(q, hp), torch.empty_like(given[-1])
+        out, lse = heads_inside(q, hp), torch.empty_like(given[-1])
         launch = _launch(q, 128)
         attend_kernel[triton.cdiv(t, launch["BLOCK_T"]), b * hp](
             q, k, v, *given, out, lse, which, starts, starts if counts is None else counts,
-            *_strides(q, k, v, *given[:2], out), hp, t, sinks, scale * LOG2E,
+            *strides(q, k, v, *given[:2], out), hp, t, sinks, scale * LOG2E,
             **_shape(given[0], k.shape[1], block), **launch, HAS_COUNTS=counts is not None,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, *given, which, starts, counts, out, lse)
@@ -97,18 +96,18 @@ class _Indexed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
         q, k, v, *given, which, starts, counts, out, lse = ctx.saved_tensors
-        (b, h, t, d), (g, columns), hp, do = q.shape, k.shape[1:3], len(which), _dense(do)
+        (b, h, t, d), (g, columns), hp, do = q.shape, k.shape[1:3], len(which), dense(do)
         shape, launch = _shape(given[0], g, ctx.block), _launch(q, 64)
         how = {**shape, **launch, "HAS_COUNTS": counts is not None}
         where, numbers = (which, starts, starts if counts is None else counts), (ctx.sinks, ctx.scale * LOG2E, ctx.scale)
-        part, delta = _heads_inside(q, hp), torch.empty_like(lse)
+        part, delta = heads_inside(q, hp), torch.empty_like(lse)
         index_dq_kernel[triton.cdiv(t, launch["BLOCK_T"]), b * hp](
-            q, k, v, *given, out, do, lse, delta, part, *where, *_strides(q, k, v, *given[:2], out, do, part),
+            q, k, v, *given, out, do, lse, delta, part, *where, *strides(q, k, v, *given[:2], out, do, part),
             hp, t, *numbers, **how,
         )  # fmt: skip
         dk, dv = (torch.empty(b, hp, columns, d, dtype=torch.float32, device=q.device) for _ in "kv")
         index_dkv_kernel[triton.cdiv(columns, ctx.block), b * hp](
-            q, k, v, *given, do, lse, delta, dk, dv, *where, *_strides(q, k, v, *given[:2], do),
+            q, k, v, *given, do, lse, delta, dk, dv, *where, *strides(q, k, v, *given[:2], do),
             hp, t, columns, *numbers, **how,
         )  # fmt: skip
         group = which.long() // (h // g)
@@ -137,7 +136,7 @@ def indexed_token_attention(
         [B, H', 1, D].
     """
     _check(q, block, top_p, scale)
-    q, k, v, index_q, index_k = (_dense(x) for x in (q, k, v, index_q, index_k))
+    q, k, v, index_q, index_k = (dense(x) for x in (q, k, v, index_q, index_k))
     (b, h, _, d), (g, columns), hp = q.shape, k.shape[1:3], len(which)
     blocks, device = triton.cdiv(columns, block), q.device
     shape = _shape(index_q, g, block)
@@ -158,7 +157,7 @@ def indexed_token_attention(
     lse = torch.empty(b, hp, splits, dtype=torch.float32, device=device)
     padded = triton.next_power_of_2(d)
     read_kernel[(splits * b * hp,)](
-        q, k, v, pieces, lse, listed, found, which, positions, *q.stride()[:2], *_strides(k, v),
+        q, k, v, pieces, lse, listed, found, which, positions, *q.stride()[:2], *strides(k, v),
         hp, blocks, splits, scale * LOG2E, R=h // g, D=d, BLOCK_D=padded, BLOCK=block, PRECISION=shape["PRECISION"],
         num_warps=4, num_stages=3,
     )  # fmt: skip
@@ -183,16 +182,6 @@ def _launch(q: Tensor, rows: int) -> dict[str, int]:
     return {"D": d, "BLOCK_D": triton.next_power_of_2(d), "BLOCK_T": rows, "num_warps": warps, "num_stages": 2}
 
 
-def _strides(*tensors: Tensor) -> list[int]:
-    return [n for x in tensors for n in x.stride()[:3]]
-
-
-def _heads_inside(q: Tensor, heads: int) -> Tensor:
-    """Memory [B, T, H', D] for a result [B, H', T, D]."""
-    b, _, t, d = q.shape
-    return torch.empty(b, t, heads, d, dtype=q.dtype, device=q.device).transpose(1, 2)
-
-
 def _shape(index_q: Tensor, groups: int, block: int) -> dict[str, Any]:
     i = index_q.shape[-1]
     precision = "ieee" if index_q.dtype == torch.float32 else "tf32"
@@ -205,14 +194,9 @@ def _shape(index_q: Tensor, groups: int, block: int) -> dict[str, Any]:
 def _check(q: Tensor, block: int, top_p: float, scale: float) -> None:
     if not head_dim_fits(q.shape[-1]):
         raise bad("head_dim", q.shape[-1], HEAD_DIMS)
-    if block not in BLOCKS:
-        raise bad("block", block, f"one of {BLOCKS}")
+    if block not in INDEX_BLOCKS:
+        raise bad("block", block, f"one of {INDEX_BLOCKS}")
     if not 0 < top_p < 1:
         raise bad("top_p", top_p, "a share above 0, below 1")
     if scale <= 0:
         raise bad("scale", scale, "above 0")
-
-
-def _dense(x: Tensor) -> Tensor:
-    """A head's entries side by side, which is all that kernels ask."""
-    return x if x.stride(-1) == 1 else x.contiguous()

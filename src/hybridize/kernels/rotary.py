@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from hybridize.kernels.memory import dense, heads_inside, strides
 from hybridize.kernels.rotary_triton import rotary_kernel
-from hybridize.kernels.window import heads_inside
 
 HEADS = 8  # of one program: they share its cosines and sines
 
@@ -25,14 +25,14 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
 
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
+    q, k, cos, sin = (dense(x) for x in (q, k, cos, sin))
     (b, h, t, d), g = q.shape, k.shape[1]
     out_q, out_k = heads_inside(q), heads_inside(k)
     by_row = [n for x in (cos, sin) for n in (0 if x.shape[0] == 1 else x.stride(0), x.stride(1))]
     block_t = 32 if t >= 4096 else 4
     rotary_kernel[triton.cdiv(t, block_t), b, triton.cdiv(h + g, HEADS)](
         q, k, cos, sin, out_q, out_k,
-        *q.stride()[:3], *k.stride()[:3], *by_row, *out_q.stride()[:3], *out_k.stride()[:3], h, g, t,
+        *strides(q, k), *by_row, *strides(out_q, out_k), h, g, t,
         HALF=d // 2, BLOCK_D=triton.next_power_of_2(d // 2), BLOCK_T=block_t, HEADS=HEADS, BACKWARD=backward, num_warps=4,
         enable_fp_fusion=False,  # a fused multiply-add rounds once where the base rounds twice
     )  # fmt: skip

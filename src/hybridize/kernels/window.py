@@ -9,7 +9,8 @@ import triton
 from torch import Tensor
 
 from hybridize.errors import bad
-from hybridize.kernels.dispatch import HEAD_DIMS, head_dim_fits
+from hybridize.kernels.dispatch import HEAD_DIMS, head_dim_fits, keeps_gradients
+from hybridize.kernels.memory import dense, heads_inside, strides
 from hybridize.kernels.window_backward_triton import dkv_kernel, dq_kernel
 from hybridize.kernels.window_triton import LOG2E, forward_kernel
 
@@ -52,12 +53,12 @@ def window_attention(
         raise bad("scale", scale, "above 0")
     if sink_k.shape[2] > 128:
         raise bad("sinks", sink_k.shape[2], "at most 128")
-    q, k, v, sink_k, sink_v = (_dense(x) for x in (q, k, v, sink_k, sink_v))
-    q_sink = None if q_sink is None else _dense(q_sink)
+    q, k, v, sink_k, sink_v = (dense(x) for x in (q, k, v, sink_k, sink_v))
+    q_sink = None if q_sink is None else dense(q_sink)
     where = positions[:, 0].expand(q.shape[0]).contiguous(), counts
     if out is None:
         return _Window.apply(q, k, v, sink_k, sink_v, q_sink, where, size, scale)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if keeps_gradients(q, k, v):
         raise bad("out", "memory to write to", "None where gradients are kept")
     launch_forward(q, k, v, sink_k, sink_v, q_sink, where, size, scale, out)
     return out
@@ -102,7 +103,7 @@ def launch_forward(
     }  # fmt: skip
     launch = launch_shape("forward", h // g, d, q.dtype == torch.float32)
     forward_kernel[triton.cdiv(t, launch["BLOCK_T"]), b * g](
-        q, k, v, sink_k, sink_v, near, out, lse, *_pointers(where), *_strides(q, k, v, sink_k, sink_v, near, out),
+        q, k, v, sink_k, sink_v, near, out, lse, *_pointers(where), *strides(q, k, v, sink_k, sink_v, near, out),
         g, t, k.shape[2] - t, size, scale * LOG2E, JOINED=q_sink is None and 2 * shape["SINKS"] <= launch["BLOCK_N"],
         **shape, **launch,
     )  # fmt: skip
@@ -112,15 +113,6 @@ def launch_forward(
 def _pointers(where: Where) -> tuple[Tensor, Tensor]:
     starts, counts = where
     return starts, starts if counts is None else counts
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    return [n for x in tensors for n in x.stride()[:3]]
-
-
-def _dense(x: Tensor) -> Tensor:
-    """A head's entries side by side, which is all that kernels ask."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Window(torch.autograd.Function):
@@ -146,7 +138,7 @@ class _Window(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
         q, k, v, sink_k, sink_v, near, out, lse, *where = ctx.saved_tensors
-        shape, size, scale, do = ctx.shape, ctx.size, ctx.scale, _dense(do)
+        shape, size, scale, do = ctx.shape, ctx.size, ctx.scale, dense(do)
         b, _, t, d = q.shape
         g, past, sinks, fp32 = k.shape[1], k.shape[2] - t, sink_k.shape[2], q.dtype == torch.float32
         launch = launch_shape("dq", shape["R"], d, fp32)
@@ -157,21 +149,15 @@ class _Window(torch.autograd.Function):
         parts = [torch.empty(b, g, count, max(1, sinks), d, dtype=torch.float32, device=q.device) for _ in "kv"]
         dq_kernel[count, b * g](
             q, k, v, sink_k, sink_v, near, out, do, lse, delta, dq, dqs, *parts, *_pointers(where),
-            *_strides(q, k, v, sink_k, sink_v, near, out, do, dq),
+            *strides(q, k, v, sink_k, sink_v, near, out, do, dq),
             g, t, past, size, scale * LOG2E, scale, **shape, **launch,
         )  # fmt: skip
         dk, dv = heads_inside(k), heads_inside(k)
         launch = launch_shape("dkv", shape["R"], d, fp32)
         kept = {name: shape[name] for name in ("R", "D", "BLOCK_D", "HAS_COUNTS", "PRECISION")}
         dkv_kernel[triton.cdiv(k.shape[2], launch["BLOCK_N"]), b * g](
-            q, k, v, do, lse, delta, dk, dv, *_pointers(where), *_strides(q, k, v, do, dk),
+            q, k, v, do, lse, delta, dk, dv, *_pointers(where), *strides(q, k, v, do, dk),
             g, t, past, size, scale * LOG2E, scale, **kept, **launch,
         )  # fmt: skip
         dsk, dsv = (x.sum(2).to(k.dtype) if sinks else torch.zeros_like(sink_k) for x in parts)
         return dq, dk, dv, dsk, dsv, dqs if shape["REBASED"] else None, None, None, None
-
-
-def heads_inside(like: Tensor) -> Tensor:
-    """Memory [B, T, H, D] for a result [B, H, T, D]: what the output projection reads without a copy."""
-    b, h, t, d = like.shape
-    return torch.empty(b, t, h, d, dtype=like.dtype, device=like.device).transpose(1, 2)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hybridize.kernels.dispatch import keeps_gradients, kernels_for
+from hybridize.kernels.dispatch import INDEX_BLOCKS, keeps_gradients, kernels_for
 from hybridize.operators.choosing import chosen, page_bounds, random_scores
 from hybridize.operators.contract import Chunk, Heads, Operator, State
 from hybridize.operators.dense import causal_attention, masked_attention
@@ -24,7 +24,6 @@ from hybridize.operators.learned import Learned, stacked
 from hybridize.operators.specs import Indexed
 from hybridize.operators.window import WindowAttention
 
-KERNEL_BLOCKS = (16, 32, 64, 128)
 AT_ONCE = 1 << 25  # scores that stand in memory together
 ERROR_ROWS = 256  # queries of a row whose attention the index learns in one step
 
@@ -174,8 +173,8 @@ class IndexedAttention(Operator):
             return None  # a control
         if spec.min_tokens or spec.max_tokens or spec.top_p == 1:
             lacks = "they choose by a share below 1 alone, without min_tokens and max_tokens"
-        elif spec.block not in KERNEL_BLOCKS:
-            lacks = f"indexed.block is {spec.block}, they have {KERNEL_BLOCKS}"
+        elif spec.block not in INDEX_BLOCKS:
+            lacks = f"indexed.block is {spec.block}, they have {INDEX_BLOCKS}"
         return kernels_for("indexed", heads.q, heads.dropout, lacks)
 
     def _fused(self, kernels: Any, heads: Heads, which: Tensor, k: Tensor, v: Tensor, index_k: Tensor | None) -> Tensor:
