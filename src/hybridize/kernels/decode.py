@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from hybridize.kernels.decode_triton import decode_kernel, join_kernel
-from hybridize.kernels.memory import PROGRAMS
+from hybridize.kernels.memory import PROGRAMS, heads_inside
 from hybridize.kernels.window_triton import LOG2E
 
 BLOCK_N = 64
@@ -47,7 +47,7 @@ def one_token_attention(
     r, g = h // sum(groups), sum(groups)
     longest = max(x.shape[2] for x in k)
     splits = min(max(1, PROGRAMS // (b * g)), triton.cdiv(longest, BLOCK_N))
-    out = torch.empty(b, 1, h, d, dtype=q.dtype, device=q.device).transpose(1, 2)
+    out = heads_inside(q)
     parts = torch.empty(b, h, splits, d, dtype=torch.float32, device=q.device)
     lse = torch.empty(b, h, splits, dtype=torch.float32, device=q.device)
     token = list(new) if new else [q, q, q, q]

@@ -143,7 +143,7 @@ def indexed_token_attention(
     parts = max(1, min(PROGRAMS // (b * g), blocks))
     tops, masses = (torch.empty(b, h, blocks, dtype=torch.float32, device=device) for _ in "tm")
     scan_kernel[(parts * b * g,)](
-        index_q, index_k, tops, masses, positions, *index_q.stride()[:2], *index_k.stride()[:3], g, blocks, parts,
+        index_q, index_k, tops, masses, positions, *index_q.stride()[:2], *strides(index_k), g, blocks, parts,
         **shape, BLOCK_R=max(16, triton.next_power_of_2(h // g)), num_warps=4, num_stages=3,
     )  # fmt: skip
     listed = torch.empty(b, hp, blocks, dtype=torch.int32, device=device)
