@@ -84,11 +84,8 @@ def read_kernel(
     split, bh = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
     b, h = bh // HP, tl.load(HEADS + bh % HP).to(tl.int64)
     n, found = tl.load(STARTS + b).to(tl.int32), tl.load(FOUND + bh)
-    rows, d, j = (
-        tl.arange(0, 16),
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, BLOCK),
-    )  # tl.dot's least number of rows; the first is real
+    # rows: tl.dot's least number of them; the first is real
+    rows, d, j = tl.arange(0, 16), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     mask = (rows < 1)[:, None] & (d < D)[None, :]
     q = tl.load(Q + b * sqb + h * sqh + rows[:, None] * 0 + d[None, :], mask=mask, other=0.0)
     acc = tl.zeros([16, BLOCK_D], tl.float32)

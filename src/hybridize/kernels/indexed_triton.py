@@ -11,9 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hybridize.kernels import window_triton
 from hybridize.kernels.window_triton import softmax_step, wide
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOG2E: tl.constexpr = tl.constexpr(window_triton.LOG2E)
 
 
 @triton.jit
@@ -79,10 +80,8 @@ def choose_kernel(
         at_q = QI + b * sqb + h * sqh + t.to(tl.int64)[:, None] * sqt + i[None, :]
         q = tl.load(at_q, mask=wide(real[:, None], i[None, :], INDEX, BLOCK_I), other=0.0)
         base = KI + b * skb + h // R * skg
-        whole, stop = (
-            first // BLOCK * BLOCK,
-            last + 1,
-        )  # before `whole`, every row sees every column, and none of them is its own
+        # before `whole`, every row sees every column, and none of them is its own
+        whole, stop = first // BLOCK * BLOCK, last + 1
         peak = tl.full([BLOCK_T], float("-inf"), tl.float32)
         for at in range(0, whole, BLOCK):
             s = block_scores(q, base, skn, at, n, last, INDEX, BLOCK_I, BLOCK, False, PRECISION)
