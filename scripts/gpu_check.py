@@ -3,9 +3,10 @@
     python scripts/gpu_check.py --out results/gpu_check.json
 
 Random shapes, odd lengths, GQA, padding, history, re-based sinks, poisoned outputs, offsets past 2^31 elements; three dtypes.
-An error is the norm of the difference over the norm of the reference; RoPE and what is written into a cache ("differ": the
-share of entries) must be the base's bits. On a CPU the same runs in Triton's interpreter, fp32
-and few cases only (set TRITON_INTERPRET=1).
+Index values are multiples of 1/8, so that scores are exact in any order and kernels must choose the reference's very blocks.
+An error is the norm of the difference over the norm of the reference (or of values of 0.01, where that is less); RoPE and
+what is written into a cache ("differ": the share of entries) must be the base's bits. On a CPU the same runs in Triton's
+interpreter, fp32 and few cases only (set TRITON_INTERPRET=1).
 """
 
 import argparse
@@ -18,12 +19,16 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hybridize.kernels.decode import one_token_attention
+from hybridize.kernels.dispatch import INDEX_BLOCKS
+from hybridize.kernels.indexed import indexed_attention, indexed_token_attention
 from hybridize.kernels.matvec import matvec
 from hybridize.kernels.rotary import rotate
 from hybridize.kernels.window import window_attention
 from hybridize.operators.banded import banded_attention
+from hybridize.operators.choosing import chosen
 from hybridize.operators.contract import write_at
 from hybridize.operators.dense import explicit_attention
+from hybridize.operators.specs import Indexed
 from hybridize.results import results, write_results
 
 LIMIT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -40,7 +45,8 @@ def poisoned(*args, **kwargs):
 def error(mine, reference):
     if mine.isnan().any():
         return float("inf")
-    return float((mine.float() - reference).norm() / reference.norm().clamp_min(1e-9))
+    least = 0.01 * reference.numel() ** 0.5  # where one key is seen, the gradient of q is 0, and its norm is rounding
+    return float((mine.float() - reference).norm() / reference.norm().clamp_min(least))
 
 
 def differ(mine, expected):
@@ -163,6 +169,51 @@ def taken_case(rng, dtype, d, r, most, rebased):
     return dict(b=b, r=r, d=d, columns=columns, size=size), errors
 
 
+def indexed_case(rng, dtype, d, r, most, rebased):
+    """A chunk behind earlier tokens with its gradients, and its last token alone; some heads of the groups retrieve."""
+    b, g, t = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.randint(1, 900 if GPU else 70)
+    block, dim, top_p = rng.choice(INDEX_BLOCKS), rng.choice([8, 16, 32]), rng.choice([0.5, 0.8, 0.9, 0.95])
+    start = rng.choice([0, rng.randint(1, 2000 if GPU else 90)])
+    ragged = start == 0 and rng.random() < 0.4
+    torch.manual_seed(rng.randrange(10**6))
+    columns, spec = start + t, Indexed(top_p=top_p, block=block, sinks=most, dim=dim)
+    which = torch.tensor(sorted(rng.sample(range(g * r), rng.randint(1, g * r))), device=DEVICE)
+    leaves = [torch.randn(b, n, m, d, device=DEVICE).to(dtype) for n, m in ((g * r, t), (g, columns), (g, columns))]
+    index_q, index_k = (torch.randint(-12, 13, (b, *x.shape[1:3], dim), device=DEVICE) / 8 for x in leaves[:2])
+    starts, dense = torch.full((b,), start, device=DEVICE), torch.randint(0, columns + 1, (b,), device=DEVICE)
+    counts = torch.randint(0, t + 1, (b,), device=DEVICE) if ragged else None
+    positions, n = start + torch.arange(t, device=DEVICE)[None], torch.arange(columns, device=DEVICE)
+    keys = index_k.repeat_interleave(r, dim=1)[:, which]
+    seen = chosen(index_q[:, which] @ keys.transpose(-1, -2), positions, spec)
+    seen = seen | ((n <= positions[..., None]) & (positions < dense[:, None])[..., None])[:, None]
+    real = torch.ones(b, t, device=DEVICE) if counts is None else (positions < counts[:, None]).float()
+    weight = torch.randn(b, len(which), t, d, device=DEVICE).to(dtype).float() * real[:, None, :, None]
+    index_q, index_k, found = index_q.to(dtype), index_k.to(dtype), []
+    for kernel in (True, False):
+        q, k, v = given = [(x if kernel else x.float()).clone().requires_grad_() for x in leaves]
+        if kernel:
+            torch.empty = poisoned
+            how = (which, starts, dense, block, most, top_p, d**-0.5)
+            out = indexed_attention(*given, index_q, index_k, *how, counts=counts)
+        else:
+            # GQA by hand: heads that retrieve are any of a group's
+            k, v = (x.repeat_interleave(r, dim=1)[:, which] for x in (k, v))
+            out = explicit_attention(q[:, which], k, v, seen, d**-0.5)
+        grads = []
+        if not (GPU and dtype is FP32):
+            grads = [x.float() for x in torch.autograd.grad(out, given, weight.to(out.dtype))]
+        torch.empty = REAL_EMPTY
+        found.append([out.detach() * real[:, None, :, None], *grads])
+    errors = {name: error(x, y.float()) for name, x, y in zip(("out", "dq", "dk", "dv"), *found)}
+    last = leaves[0][:, :, -1:], *leaves[1:], index_q[:, :, -1:], index_k
+    torch.empty = poisoned
+    token = indexed_token_attention(*last, which, starts + t - 1, dense, block, most, top_p, d**-0.5)
+    torch.empty = REAL_EMPTY
+    errors["token"] = error(token, out.detach()[:, :, -1:])
+    facts = dict(b=b, g=g, r=r, t=t, d=d, start=start, block=block, dim=dim, top_p=top_p, heads=len(which), ragged=ragged)
+    return facts | {"chosen": round(float(seen.float().mean()), 3)}, errors
+
+
 def rotary_case(rng, dtype, d, r, most, rebased):
     b, g, t = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, rng.randint(2, 5000 if GPU else 60)])
     torch.manual_seed(rng.randrange(10**6))
@@ -222,7 +273,7 @@ def check_kind(number, kind, cases, until):
     """Rows of one kind's random cases, of both kernels."""
     torch.backends.cuda.matmul.allow_tf32 = False
     rng, (dtype, *shape), rows = random.Random(number), kind, []
-    for case in (window_case, decode_case, taken_case, rotary_case, matvec_case) * cases:
+    for case in (window_case, decode_case, taken_case, indexed_case, rotary_case, matvec_case) * cases:
         if time.time() > until:
             break
         facts, errors = case(rng, dtype, *shape)
