@@ -8,9 +8,11 @@ import torch
 import hybridize as hz
 from hybridize.benchmark import timing
 from hybridize.benchmark.decode import rewind, static_cache
+from hybridize.benchmark.indexed import Hybrid, Layer, Planted, pays_from
 from hybridize.benchmark.run import Bench
 from hybridize.benchmark.shapes import SHAPES, random_models
 from hybridize.benchmark.timing import Ceilings, interleaved, measured_ceilings
+from hybridize.operators.specs import Indexed
 from test_cli import run
 
 CPU = torch.device("cpu")
@@ -155,3 +157,49 @@ def test_bench_of_linear_groups(capsys, tmp_path):
     rows = json.loads(out)["rows"]
     assert {row["variant"] for row in rows} == {"base", "2 of 8 groups linear", "stock transformers"}
     assert {row["what"] for row in rows} == {"prefill", "decode"}
+
+
+def test_one_layer_of_indexed_attention(capsys, tmp_path):
+    given = ["bench", "--parts", "indexed:300+600", "--budget", 0.25, "--window", 32, "--seconds", 0, "--dtype", "float32"]
+    code, out, err = run(capsys, *given, "--out", tmp_path / "bench", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    rows = found["rows"]
+    assert {row["what"] for row in rows} == {"layer_forward", "layer_decode"}
+    assert {row["context"] for row in rows} == {300, 600}
+    for row in rows:
+        if row["variant"].startswith("indexed"):  # blocks of 64: one of the theme, the first, the query's own
+            assert 0 < row["chosen"] <= 3 * 64 / row["context"]
+            assert row["baseline"] in ("full sdpa", "heads dense") and row["ratio"] > 0
+    assert set(found["facts"]["choosing pays from, tokens"].values()) <= {None, 300, 600}
+
+
+def test_planted_themes_are_what_is_chosen():
+    shape = SHAPES["smollm2-135m"]
+    layer = Layer.of(shape, 0.35)
+    assert (layer.heads, layer.groups) == (3, 2)  # 1 - (1 - 0.35)^3 of 3 groups
+    inputs = Planted(layer, 700, CPU, torch.float32)
+    spec = Indexed(block=16, sinks=4, window=64)
+    assert [sum(member.retrieves) for member in layer.members(spec)] == [2, 1]
+    hybrid = Hybrid(inputs, spec, inputs.queries(64), inputs.keys(0.2, 16))
+    heads = hybrid.spans(slice(0, 700))[0]
+    which = hybrid.retrieving.retrieving(heads)
+    seen = hybrid.retrieving.sees(heads, which, heads.k, hybrid.retrieving.index_keys(heads), slice(650, 700))
+    theme = hybrid.raw[0][0, which, 650:].argmax(-1)  # [H', T]
+    members = hybrid.raw[1][0, which // 3, :, :16]  # [H', S, themes]
+    n, j = torch.arange(650, 700)[:, None], torch.arange(700)
+    wanted = torch.stack([members[h].T[theme[h]] > 0 for h in range(3)]) | (j < 16) | (j >= n // 16 * 16)
+    assert torch.equal(seen[0], wanted & (j <= n))
+    prompt, token = hybrid.prefill(hybrid.spans(slice(0, 700))), hybrid.decode()()
+    assert len(prompt) == len(token) == 2
+    for whole, last in zip(prompt, token, strict=True):
+        torch.testing.assert_close(last[:, :, 0], whole[:, :, -1])
+
+
+def test_choosing_pays_from_where_it_never_lost_again():
+    def row(context, ratio, variant="indexed 2%", baseline="heads dense"):
+        return {"what": "layer_forward", "variant": variant, "context": context, "ratio": ratio, "baseline": baseline}
+
+    rows = [row(1024, 1.5), row(2048, 0.9), row(4096, 1.1), row(8192, 2.0), row(8192, 0.1, baseline="full sdpa")]
+    rows += [row(1024, 2.0, "indexed 5%"), row(8192, 0.7, "indexed 5%")]
+    assert pays_from(rows) == {"layer_forward, indexed 2%": 4096, "layer_forward, indexed 5%": None}

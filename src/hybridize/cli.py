@@ -281,14 +281,20 @@ def compare(
 @app.command()
 def bench(
     out: Out,
-    shape: Annotated[str, typer.Option(help="tiny, smollm2-135m, qwen3-1.7b, qwen3-8b or llama-3.1-8b.")] = "tiny",
+    shape: Annotated[
+        str, typer.Option(help="tiny, smollm2-135m, qwen3-1.7b, qwen3-8b, qwen3-30b-heads or llama-3.1-8b.")
+    ] = "tiny",
     parts: Annotated[
         str,
-        typer.Option(help="attention, prefill, decode, train, ragged, batch; as prefill:4096+8192 with own contexts."),
+        typer.Option(
+            help="attention, prefill, decode, train, ragged, batch, indexed; as prefill:4096+8192 with own contexts."
+        ),
     ] = "attention,prefill,decode,train,ragged",
     contexts: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "1024",
     batches: Annotated[str, typer.Option(help="Rows of a decoding step, comma-separated.")] = "1",
-    budget: Annotated[float, typer.Option(help="Share of full layers; for igal, of linear groups.")] = 0.25,
+    budget: Annotated[
+        float, typer.Option(help="Share of full layers; for igal, of linear groups; for the part indexed, of heads.")
+    ] = 0.25,
     method: Annotated[
         str | None,
         typer.Option(help="What the hybrid is like: nll, igal or flashmorph. Default: igal with --linear, else nll."),

@@ -119,7 +119,9 @@ class Terminal:
 
     def speed_table(self, rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
         """Times against the baselines of the same run, and how far from what the machine could do."""
-        table = Table(title=", ".join(f"{k} {short(v) if isinstance(v, float) else v}" for k, v in facts.items()))
+        lists = {k: v for k, v in facts.items() if isinstance(v, dict)}
+        single = {k: short(v) if isinstance(v, float) else v for k, v in facts.items() if k not in lists}
+        table = Table(title=", ".join(f"{k} {v}" for k, v in single.items()))
         for name in ("what", "variant", "context", "batch", "value", "spread", "against", "ratio", "of limit"):
             table.add_column(name, justify="left" if name in ("what", "variant", "against") else "right")
         for row in rows:
@@ -129,6 +131,10 @@ class Terminal:
             cells += [f"{100 * row['spread']:.0f} %", row["baseline"], f"{row['ratio']:.2f}x", limit]
             table.add_row(*cells)
         self.console.print(table)
+        for name, values in lists.items():
+            self.console.print(f"{name}:")
+            for of, value in values.items():
+                self.console.print(f"  {of}: {'–' if value is None else value}")
 
     def seconds_table(self, seconds: dict[str, float]) -> None:
         table = Table(title="seconds by phase")

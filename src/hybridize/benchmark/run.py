@@ -12,6 +12,7 @@ import torch
 
 from hybridize.benchmark.attention import attention_rows
 from hybridize.benchmark.decode import ROOM, decode_rows, kernel_decode_rows, largest_batch_rows, ragged_rows
+from hybridize.benchmark.indexed import indexed_rows, pays_from
 from hybridize.benchmark.shapes import Shape, random_models, shape_named
 from hybridize.benchmark.subject import Subject
 from hybridize.benchmark.timing import Ceilings, measured_ceilings, release
@@ -25,8 +26,8 @@ from hybridize.operators.specs import Linear, Window
 from hybridize.plan import AttentionPlan, Geometry, units_for_budget
 from hybridize.training.recipe import from_text
 
-PARTS = ("attention", "prefill", "decode", "train", "ragged", "batch")
-DEFAULT_PARTS = PARTS[:5]  # the largest batch needs a GPU
+PARTS = ("attention", "prefill", "decode", "train", "ragged", "batch", "indexed")
+DEFAULT_PARTS = PARTS[:5]  # the largest batch needs a GPU, indexed attention a budget of its own
 METHODS = ("nll", "igal", "flashmorph")
 RAGGED = 16  # rows of a batch of unequal lengths
 
@@ -39,6 +40,7 @@ class Bench:
     `method`: what the hybrid is like. "nll": `budget` is the share of full layers, the others run windows; "flashmorph": the
     others run `linear` ("KEY=VALUE,..." of its spec, or "default"); "igal": the share of groups that run `linear`, the others
     re-based windows. None: "igal" where `linear` is given, else "nll".
+    The part "indexed" takes `budget` as the share of query heads that retrieve, whatever the method.
     `stock`: transformers' own class too, which takes longest. `backward`: of attention alone.
     """
 
@@ -139,6 +141,9 @@ def bench(
             given = (ask.shape, shape, n, window, device, dtype, ceilings)
             pieces.append((f"attention-{n}", partial(attention_rows, *given, backward=ask.backward, seconds=ask.seconds)))
             pieces.append((f"attention-decode-{n}", partial(kernel_decode_rows, *given, ask.seconds)))
+    for n in ask.named_parts.get("indexed", ()):
+        one_layer = (ask.shape, shape, n, window, ask.budget, device, dtype, ceilings, ask.seconds)
+        pieces.append((f"indexed-{n}", partial(indexed_rows, *one_layer)))
     pieces += _model_pieces(ask, shape, device, dtype, ceilings)
     rows: list[dict[str, Any]] = []
     for i, (name, run) in enumerate(pieces):
@@ -148,6 +153,8 @@ def bench(
     kernels = kernels_for("window", torch.empty(1, shape.heads, 1, shape.head_dim, device=device, dtype=dtype)) is not None
     which = "Triton kernels" if kernels else "the torch reference: not what a GPU would run"
     facts = {"copy, bytes/s": ceilings.copy, "matmul, FLOP/s": ceilings.matmul, "window attention": which}
+    if "indexed" in ask.named_parts:
+        facts["choosing pays from, tokens"] = pays_from(rows)
     return rows, facts
 
 

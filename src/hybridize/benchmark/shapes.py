@@ -62,6 +62,8 @@ SHAPES = {
     "smollm2-135m": Shape("llama", 30, 576, 1536, 9, 3, 64, 49152),
     "qwen3-1.7b": Shape("qwen3", 28, 2048, 6144, 16, 8, 128, 151936),
     "llama-3.1-8b": Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256),
+    # the heads of Qwen3-Coder-30B-A3B, whose mixtures of experts are dense layers here
+    "qwen3-30b-heads": Shape("qwen3", 48, 2048, 6144, 32, 4, 128, 151936),
     "qwen3-8b": Shape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: flo
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, scale=scale, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1]
         )
+
+
+def token_attention(
+    kernels: Any, q: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, start: Tensor | None = None, sinks: int = 0
+) -> Tensor:
+    """One token a row by a kernel that reads each key once: q [B, H, 1, D] over columns start <= c < count (both int64, [B] or
+    [1]) and c < sinks of k and v [B, G, S, D]."""
+    none = q.new_empty(0)
+    start = none.long() if start is None else start
+    out: Tensor = kernels.one_token_attention(q, [k], [v], [count], [start], [none], [sinks], [False], [], scale)
+    return out
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, dropout: float = 0.0) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from hybridize.kernels.dispatch import INDEX_BLOCKS, keeps_gradients, kernels_for
 from hybridize.operators.choosing import chosen, page_bounds, random_scores
 from hybridize.operators.contract import Chunk, Heads, Operator, State
-from hybridize.operators.dense import causal_attention, masked_attention
+from hybridize.operators.dense import causal_attention, masked_attention, token_attention
 from hybridize.operators.full import attend_history, extended
 from hybridize.operators.learned import Learned, stacked
 from hybridize.operators.specs import Indexed
@@ -140,6 +140,10 @@ class IndexedAttention(Operator):
             if state is None or (chunk.offset == 0 and chunk.tokens > 1):
                 own = (heads.q, heads.k, heads.v) if every else (heads.q[:, which], heads.k[:, group], heads.v[:, group])
                 return causal_attention(*own, heads.scale, heads.dropout)
+            if chunk.tokens == 1:
+                # keys are read once a group, whichever of its heads ask
+                seen = self._token(heads, k, v, state)
+                return seen if every else seen[:, which]
             if every:
                 return attend_history(heads, state)
         if (kernels := self._kernels(heads)) is not None:
@@ -160,6 +164,13 @@ class IndexedAttention(Operator):
             again = trains and step < chunk.tokens
             outs.append(checkpoint(part, *given, use_reentrant=False) if again else part(*given))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+    def _token(self, heads: Heads, k: Tensor, v: Tensor, state: IndexedState) -> Tensor:
+        """[B, H, 1, D]: one token over everything before it."""
+        kernels = None if keeps_gradients(heads.q, k, v) else kernels_for("decode", heads.q, heads.dropout)
+        if kernels is None:
+            return attend_history(heads, state)
+        return token_attention(kernels, heads.q, k, v, heads.chunk.starts + 1, heads.scale)
 
     def _everything(self, chunk: Chunk) -> bool:
         """Whether it is known, without asking the device, that every query of the chunk sees all before it."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridize.kernels.dispatch import keeps_gradients, kernels_for
 from hybridize.operators.banded import banded_attention
 from hybridize.operators.contract import Chunk, Heads, OneToken, Operator, State, take, write_at
-from hybridize.operators.dense import masked_attention, softmax_attention
+from hybridize.operators.dense import masked_attention, softmax_attention, token_attention
 from hybridize.operators.full import GrowingState, StaticState, make_room, static_zeros
 from hybridize.operators.specs import Window
 
@@ -96,12 +96,9 @@ class WindowAttention(Operator):
             kernels = None if keeps_gradients(heads.q, k, v) else kernels_for("decode", heads.q, heads.dropout)
             if kernels is None:
                 return self._masked(heads.q, k, v, chunk.positions, None, heads)
-            none, count = heads.q.new_empty(0), chunk.starts + 1
+            count = chunk.starts + 1
             near = (count - self.spec.size).clamp_min(0)
-            seen: Tensor = kernels.one_token_attention(
-                heads.q, [k], [v], [count], [near], [none], [self.spec.sinks], [False], [], heads.scale
-            )
-            return seen
+            return token_attention(kernels, heads.q, k, v, count, heads.scale, near, self.spec.sinks)
         history = None
         if stored and chunk.offset != 0:
             back = torch.arange(self.spec.size - 1, 0, -1, device=k.device)
