@@ -146,6 +146,18 @@ def pytest_addoption(parser):
     parser.addoption("--matrix-json", default=None, help="write the invariant matrix (operator x family x use) here")
 
 
+@pytest.fixture
+def poison(monkeypatch):
+    """Memory that is not written shows as NaN."""
+    real = torch.empty, torch.empty_like
+
+    def fill(x):
+        return x.fill_(float("nan")) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: fill(real[0](*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(real[1](*a, **k)))
+
+
 def pytest_configure(config):
     config.matrix_rows = []
     if config.getoption("--matrix-json") and not hasattr(config, "workerinput"):

@@ -30,6 +30,11 @@ def head_dim_fits(head_dim: int) -> bool:
     return 16 <= head_dim <= 256 and head_dim % 8 == 0
 
 
+def index_tile_fits(dtype: torch.dtype, head_dim: int, block: int) -> bool:
+    """Whether keys of a chosen block, padded to a power of 2, are few enough for a program's memory: 64 KiB."""
+    return block * 2 ** (head_dim - 1).bit_length() * dtype.itemsize <= 1 << 16
+
+
 def mode() -> str:
     """The user's choice.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridize.errors import bad
 from hybridize.kernels.decode_triton import join_kernel
-from hybridize.kernels.dispatch import HEAD_DIMS, INDEX_BLOCKS, head_dim_fits
+from hybridize.kernels.dispatch import HEAD_DIMS, INDEX_BLOCKS, head_dim_fits, index_tile_fits
 from hybridize.kernels.indexed_backward_triton import index_dkv_kernel, index_dq_kernel
 from hybridize.kernels.indexed_decode_triton import pick_kernel, read_kernel, scan_kernel
 from hybridize.kernels.indexed_triton import attend_kernel, choose_kernel
@@ -156,10 +156,11 @@ def indexed_token_attention(
     pieces = torch.empty(b, hp, splits, d, dtype=torch.float32, device=device)
     lse = torch.empty(b, hp, splits, dtype=torch.float32, device=device)
     padded = triton.next_power_of_2(d)
+    stages = 3 if block * padded * q.element_size() <= 1 << 15 else 2  # keys and values of a stage but the last wait in memory
     read_kernel[(splits * b * hp,)](
         q, k, v, pieces, lse, listed, found, which, positions, *q.stride()[:2], *strides(k, v),
         hp, blocks, splits, scale * LOG2E, R=h // g, D=d, BLOCK_D=padded, BLOCK=block, PRECISION=shape["PRECISION"],
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     out = torch.empty(b, hp, 1, d, dtype=q.dtype, device=device)
     join_kernel[(b * hp,)](
@@ -194,8 +195,8 @@ def _shape(index_q: Tensor, groups: int, block: int) -> dict[str, Any]:
 def _check(q: Tensor, block: int, top_p: float, scale: float) -> None:
     if not head_dim_fits(q.shape[-1]):
         raise bad("head_dim", q.shape[-1], HEAD_DIMS)
-    if block not in INDEX_BLOCKS:
-        raise bad("block", block, f"one of {INDEX_BLOCKS}")
+    if block not in INDEX_BLOCKS or not index_tile_fits(q.dtype, q.shape[-1], block):
+        raise bad("block", block, f"one of {INDEX_BLOCKS}, at most 64 KiB of keys")
     if not 0 < top_p < 1:
         raise bad("top_p", top_p, "a share above 0, below 1")
     if scale <= 0:

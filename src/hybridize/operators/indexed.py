@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hybridize.kernels.dispatch import INDEX_BLOCKS, keeps_gradients, kernels_for
+from hybridize.kernels.dispatch import INDEX_BLOCKS, index_tile_fits, keeps_gradients, kernels_for
 from hybridize.operators.choosing import chosen, page_bounds, random_scores
 from hybridize.operators.contract import Chunk, Heads, Operator, State
 from hybridize.operators.dense import causal_attention, masked_attention, token_attention
@@ -186,6 +186,8 @@ class IndexedAttention(Operator):
             lacks = "they choose by a share below 1 alone, without min_tokens and max_tokens"
         elif spec.block not in INDEX_BLOCKS:
             lacks = f"indexed.block is {spec.block}, they have {INDEX_BLOCKS}"
+        elif not index_tile_fits(heads.q.dtype, heads.q.shape[-1], spec.block):
+            lacks = f"a block of {spec.block} keys of {heads.q.dtype} and head_dim {heads.q.shape[-1]} is above 64 KiB"
         return kernels_for("indexed", heads.q, heads.dropout, lacks)
 
     def _fused(self, kernels: Any, heads: Heads, which: Tensor, k: Tensor, v: Tensor, index_k: Tensor | None) -> Tensor:
