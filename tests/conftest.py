@@ -28,6 +28,7 @@ from transformers import (
 )
 
 import hybridize as hz
+from hybridize.attention import FAR
 from hybridize.operators.indexed import Index
 
 torch.set_num_threads(1)
@@ -69,6 +70,8 @@ OPERATORS = {
     "linear_joint": hz.Linear(dim=4, rule="sum", rope=True, window=6, sinks=0, mix="joint"),
     "indexed": hz.Indexed(dim=4, block=4, window=5, sinks=2, retrieves=(True, False)),
     "indexed_dense_prefill": hz.Indexed(dim=4, top_p=0.8, block=1, window=5, sinks=2, dense_prefill=True),
+    "gated": hz.Gated(window=5, tau=0.5, leak=0.0),
+    "gated_shared": hz.Gated(window=6, gate="random", rate=0.4, share_projections=True),
     "indexed_exact": hz.Indexed("exact", block=1, max_tokens=12, dense_below=8, window=5, sinks=1),
 }
 
@@ -107,9 +110,11 @@ def make_hybrid(base, operator):
     model = hz.convert(base, make_plan(base, operator))
     with torch.no_grad():
         for branches in model.branches():
-            for branch in branches.values():
+            for group, branch in branches.items():
                 for parameter in branch.parameters():
-                    parameter.add_(torch.randn_like(parameter) * 0.5)
+                    # a gated layer's copies are as the base's weights are, about 0.1: what is far from those is far already
+                    spread = 0.05 if group == FAR and parameter.dim() == 2 else 0.5
+                    parameter.add_(torch.randn_like(parameter, dtype=torch.float32) * spread)
     return model.eval()
 
 

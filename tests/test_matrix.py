@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM
 
 import hybridize as hz
 from conftest import BASES, OPERATORS, make_base, make_hybrid
+from hybridize.conversion import is_learned
 from hybridize.operators.choosing import chosen
+from hybridize.operators.gated import open_by_score
 from hybridize.operators.indexed import Index
 
 pytestmark = pytest.mark.matrix
@@ -70,16 +72,20 @@ def padded(ids, by=9):
 
 
 def replay_choices(monkeypatch):
-    """Indexed attention's choices are written down, and given again in the same order once `replay` is set."""
+    """What an index or a gate chooses is written down, and given again in the same order once `replay` is set."""
     made = SimpleNamespace(replay=False, masks=[])
 
-    def choose(*given):
-        if made.replay:
-            return made.masks.pop(0)
-        made.masks.append(chosen(*given))
-        return made.masks[-1]
+    def written_down(choose):
+        def again(*given):
+            if made.replay:
+                return made.masks.pop(0)
+            made.masks.append(choose(*given))
+            return made.masks[-1]
 
-    monkeypatch.setattr("hybridize.operators.indexed.chosen", choose)
+        return again
+
+    monkeypatch.setattr("hybridize.operators.indexed.chosen", written_down(chosen))
+    monkeypatch.setattr("hybridize.far.open_by_score", written_down(open_by_score))
     return made
 
 
@@ -219,7 +225,7 @@ def test_bf16_is_close(base, operator, ids, monkeypatch):
 
 def test_permutation_round_trip(base, hybrid):
     state = hybrid.state_dict()
-    learned = {name for name in state if ".branches." in name}
+    learned = {name for name in state if is_learned(name)}
     assert bool(learned) == any(hybrid.branches())
     assert set(state) - learned == set(base.state_dict())
     for name, tensor in base.state_dict().items():
@@ -232,7 +238,7 @@ def test_permutation_round_trip(base, hybrid):
 
 def test_load_state_dict(base, hybrid, ids):
     expected = whole(hybrid, ids)
-    learned = {name: tensor for name, tensor in hybrid.state_dict().items() if ".branches." in name}
+    learned = {name: tensor for name, tensor in hybrid.state_dict().items() if is_learned(name)}
     state = {name: tensor.clone() for name, tensor in {**base.state_dict(), **learned}.items()}
     other = hz.convert(make_base(base.config.model_type), hybrid.plan)
     with torch.no_grad():

@@ -5,7 +5,7 @@ from hybridize.conversion import convert, to_base
 from hybridize.errors import HybridizeError
 from hybridize.families import register
 from hybridize.geometry import geometry_of
-from hybridize.operators.specs import Full, Indexed, Linear, SnapKV, Window
+from hybridize.operators.specs import Full, Gated, Indexed, Linear, SnapKV, Window
 from hybridize.plan import AttentionPlan, Geometry
 from hybridize.scores import Scores
 
@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionPlan",
     "Full",
+    "Gated",
     "Geometry",
     "HybridCache",
     "HybridizeError",

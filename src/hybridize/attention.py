@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hybridize.cache import HybridCache
 from hybridize.errors import bad
+from hybridize.far import FarAttention
 from hybridize.kernels.dispatch import kernels_for, prepare
 from hybridize.layout import HeadLayout
 from hybridize.operators.contract import Chunk, Heads, OneToken
@@ -22,6 +23,7 @@ from hybridize.plan import AttentionPlan
 from hybridize.projections import gated_mlp, project
 
 Rotation = tuple[Tensor, Tensor]
+FAR = -1  # no group: what belongs to a layer as a whole
 
 
 @dataclass
@@ -272,9 +274,42 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         self.mlp = base.mlp
         self.input_layernorm = base.input_layernorm
         self.post_attention_layernorm = base.post_attention_layernorm
+        self.layer = layer
+        self.far: FarAttention | None = None
+        self.use_far(plan)
+
+    def use_plan(self, plan: AttentionPlan, branches: Mapping[int, Any] | None = None) -> None:
+        """Set what the layer runs; what it has learned stays where it means the same, or is what `branches` has."""
+        self.self_attn.use_plan(plan, branches)
+        self.use_far(plan, branches)
+
+    def use_far(self, plan: AttentionPlan, branches: Mapping[int, Any] | None = None) -> None:
+        spec, held = plan.gate(self.layer), self.self_attn.held
+        had = {**(held or {}), **self.branches(), **(branches or {})}.get(FAR)
+        if spec is not None:
+            if had is None or had.spec.learned != spec.learned:
+                had = FarAttention(spec, self.self_attn, self.input_layernorm, self.layer).train(self.training)
+            had.spec = spec
+        if held is not None and had is not None:
+            held[FAR] = had
+        self.far = None if spec is None else had
+
+    def branches(self) -> dict[int, Any]:
+        """What was learned beside the base's weights: by group, and as FAR the far half of a gated layer."""
+        return self.self_attn.branches() | ({} if self.far is None else {FAR: self.far})
+
+    def materialise(self) -> None:
+        """Give what was made without memory its first values, once the base's weights are in place."""
+        self.self_attn.materialise()
+        if self.far is not None and self.far.is_meta:
+            self.far = FarAttention(self.far.spec, self.self_attn, self.input_layernorm, self.layer)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, dict[str, Tensor]]:
         """hidden [B, T, E] to (hidden [B, T, E], aux of the layer's operators)."""
         attended, aux = self.self_attn(self.input_layernorm(hidden), context)
         hidden = hidden + attended
+        if self.far is not None:
+            state = None if context.cache is None else context.cache.far_state(self.layer)
+            seen, more = self.far(hidden, self.self_attn, context, state)
+            hidden, aux = hidden + seen, aux | more
         return hidden + gated_mlp(self.mlp, self.post_attention_layernorm(hidden), context.row), aux

@@ -10,12 +10,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hybridize.errors import HybridizeError, bad
 from hybridize.operators.contract import Chunk, State
+from hybridize.operators.gated import new_far_state
 from hybridize.operators.registry import build_operator
 from hybridize.plan import AttentionPlan
 
 
 class HybridLayer(CacheLayerMixin):
-    """The states of one layer, in the order of its spans. Keys and values reach them through HybridAttention."""
+    """The states of one layer, in the order of its spans, then what a gated layer keeps of all tokens.
+
+    Keys and values reach them through HybridAttention and FarAttention.
+    """
 
     is_sliding = False
     is_croppable = False
@@ -77,6 +81,9 @@ class HybridCache(Cache):
         states = [
             [operators[name].new_state(max_tokens) for name, _ in plan.spans(layer)] for layer in range(plan.geometry.layers)
         ]
+        for layer, spans in enumerate(states):
+            if plan.gate(layer) is not None:
+                spans.append(new_far_state(max_tokens))
         super().__init__(layers=[HybridLayer(self, spans) for spans in states])
         self.lengths: Tensor | None = None
         self.prompt_len: Tensor | None = None
@@ -84,7 +91,14 @@ class HybridCache(Cache):
         self._columns: Any = 0
 
     def states(self, layer: int) -> list[State]:
-        return self.layers[layer].states
+        """The states of a layer's spans."""
+        held: list[State] = self.layers[layer].states
+        return held if self.plan.gate(layer) is None else held[:-1]
+
+    def far_state(self, layer: int) -> State:
+        """Keys and values of all tokens of a gated layer, beside its window's."""
+        state: State = self.layers[layer].states[-1]
+        return state
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Columns taken in, padding included: a number, or a tensor for a static cache in use."""

@@ -21,11 +21,11 @@ from hybridize.scores import Scores
 # every module a converted model needs to run, flattened into its folder for trust_remote_code
 REMOTE_MODULES = (
     "errors", "files", "kernels.dispatch", "operators.spec", "operators.exact_specs", "operators.linear_spec",
-    "operators.indexed_spec", "operators.specs", "costs", "plan", "operators.choosing", "operators.contract",
-    "operators.dense", "operators.banded", "operators.full", "operators.learned", "operators.snapkv", "operators.window",
-    "operators.recurrence", "operators.mixing", "operators.linear", "operators.indexed", "operators.joint",
-    "operators.registry", "cache",
-    "layout", "content", "projections", "attention", "generation", "geometry", "modeling", "families",
+    "operators.indexed_spec", "operators.gated_spec", "operators.specs", "costs", "plan", "operators.choosing",
+    "operators.contract", "operators.dense", "operators.banded", "operators.full", "operators.learned", "operators.snapkv",
+    "operators.window", "operators.recurrence", "operators.mixing", "operators.linear", "operators.indexed",
+    "operators.gated", "operators.joint", "operators.registry", "cache", "layout", "content", "projections", "far",
+    "attention", "generation", "geometry", "modeling", "families",
 )  # fmt: skip
 LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "NOTICE", "USE_POLICY.md")
 

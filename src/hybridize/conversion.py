@@ -44,8 +44,8 @@ def convert(model: PreTrainedModel, plan: AttentionPlan) -> Any:
     for layer, base_layer in zip(body.layers, base.layers, strict=True):
         _adopt(layer.self_attn, base_layer.self_attn, ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"))
         layer.self_attn.shares_weights = True
-        layer.self_attn.materialise()
         _adopt(layer, base_layer, ("mlp", "input_layernorm", "post_attention_layernorm"))
+        layer.materialise()
     hybrid.generation_config = model.generation_config
     for name in ("hf_quantizer", "is_quantized", "hf_device_map"):
         if hasattr(model, name):
@@ -90,9 +90,14 @@ def to_base(model: Any) -> PreTrainedModel:
     return with_weights(family_of(model.config.model_type).base_model, base_config(model.config), model)
 
 
+def is_learned(key: str) -> bool:
+    """Whether an entry of a state dict is beside the base's weights."""
+    return ".branches." in key or ".far." in key
+
+
 def with_weights(cls: type[PreTrainedModel], config: PreTrainedConfig, model: Any) -> Any:
     """A stock model of class `cls` that carries the hybrid's weights, in the base's layout."""
-    state = {key: value.detach().clone() for key, value in model.state_dict().items() if ".branches." not in key}
+    state = {key: value.detach().clone() for key, value in model.state_dict().items() if not is_learned(key)}
     made = cls(config).to(device=model.device, dtype=model.dtype)
     missing, unexpected = made.load_state_dict(state, strict=False)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()

@@ -71,7 +71,7 @@ class HybridModel(HeadOrder):
     """Body of a hybrid model, mixed into a base body class: embeddings, layers, final norm."""
 
     _no_split_modules = ["HybridDecoderLayer"]
-    _keep_in_fp32_modules_strict = {"branches"}
+    _keep_in_fp32_modules_strict = {"branches", "router"}
     _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = False
     _can_record_outputs: dict[str, Any] = {}
 
@@ -90,7 +90,7 @@ class HybridModel(HeadOrder):
         """
         self.plan = plan
         for i, layer in enumerate(self.layers):
-            layer.self_attn.use_plan(plan, None if branches is None else branches[i])
+            layer.use_plan(plan, None if branches is None else branches[i])
         rope = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ("dynamic", "longrope") and any(spec.rebased_distance for spec in plan.specs()):
             raise bad(
@@ -232,18 +232,18 @@ class HybridForCausalLM(HeadOrder, HybridGenerationMixin):
     @contextmanager
     def holding_branches(self) -> Iterator[None]:
         """Inside a `with` block no plan loses learned parameters: a group that is what it was again has those it had."""
-        outer = [attention for attention in self.attentions() if attention.held is None]
-        for attention in outer:
-            attention.held = dict(attention.branches())
+        outer = [layer for layer in self.model.layers if layer.self_attn.held is None]
+        for layer in outer:
+            layer.self_attn.held = layer.branches()
         try:
             yield
         finally:
-            for attention in outer:
-                attention.held = None
+            for layer in outer:
+                layer.self_attn.held = None
 
     def branches(self) -> list[dict[int, Learned]]:
         """Learned parameters beside the base's, for each layer by group."""
-        return [attention.branches() for attention in self.attentions()]
+        return [layer.branches() for layer in self.model.layers]
 
     def new_cache(self, max_tokens: int | None = None) -> HybridCache:
         """An empty cache for this model: growing, or static with room for `max_tokens` columns."""

@@ -11,7 +11,7 @@ from typing import Any
 from hybridize.costs import Costs, Geometry
 from hybridize.errors import HybridizeError, bad
 from hybridize.files import check_format, read_json, write_json
-from hybridize.operators.specs import Full, OperatorSpec, Window, spec_from_dict, spec_to_dict
+from hybridize.operators.specs import Full, Gated, OperatorSpec, Window, spec_from_dict, spec_to_dict
 
 __all__ = ["AttentionPlan", "Geometry", "units_for_budget"]
 
@@ -54,6 +54,8 @@ class AttentionPlan(Costs):
                     raise bad(f"plan.assignment[{layer}][{group}]", name, f"one of the operators {sorted(self.operators)}")
                 _check_heads(self.operators[name], geometry.group_size, f"plan.assignment[{layer}][{group}]")
                 _check_base_window(self.operators[name], geometry.windows[layer], f"plan.assignment[{layer}][{group}]")
+            if any(self.operators[name].kind == "gated" for name in row) and len(set(row)) > 1:
+                raise bad(f"plan.assignment[{layer}]", list(row), "one gated operator for the whole layer, or none")
 
     # -- making plans ---------------------------------------------------------------------------------------------
 
@@ -124,6 +126,11 @@ class AttentionPlan(Costs):
     def spec(self, layer: int, group: int) -> OperatorSpec:
         return self.operators[self.assignment[layer][group]]
 
+    def gate(self, layer: int) -> Gated | None:
+        """What the whole layer runs beside its window, where it is gated."""
+        spec = self.spec(layer, 0)
+        return spec if isinstance(spec, Gated) else None
+
     def spans(self, layer: int) -> list[tuple[str, tuple[int, ...]]]:
         """(operator name, its groups) of a layer, in order of first appearance: the order heads take in memory.
 
@@ -155,13 +162,13 @@ class AttentionPlan(Costs):
 
     @property
     def far_groups(self) -> list[tuple[int, int]]:
-        """Groups that reach beyond a window: kept ones, linear and indexed ones."""
+        """Groups that reach beyond a window: kept ones, linear, indexed and gated ones."""
         kept = set(self.kept_groups)
         return [
             (layer, group)
             for layer, row in enumerate(self.assignment)
             for group, name in enumerate(row)
-            if (layer, group) in kept or self.operators[name].kind in ("linear", "indexed")
+            if (layer, group) in kept or self.operators[name].kind in ("linear", "indexed", "gated")
         ]
 
     @property

@@ -7,12 +7,13 @@ from typing import Any
 
 from hybridize.operators.contract import Operator
 from hybridize.operators.full import FullAttention
+from hybridize.operators.gated import GatedWindow
 from hybridize.operators.indexed import Index, IndexedAttention
 from hybridize.operators.joint import JointAttention
 from hybridize.operators.learned import Learned
 from hybridize.operators.linear import Branch, LinearAttention
 from hybridize.operators.snapkv import SnapKVAttention
-from hybridize.operators.specs import Full, Indexed, Linear, OperatorSpec, SnapKV
+from hybridize.operators.specs import Full, Gated, Indexed, Linear, OperatorSpec, SnapKV
 from hybridize.operators.window import WindowAttention
 
 
@@ -27,6 +28,8 @@ def build_operator(
     """
     if isinstance(spec, Full):
         return FullAttention(spec)
+    if isinstance(spec, Gated):
+        return GatedWindow(spec)
     if isinstance(spec, Linear):
         return (JointAttention if spec.mix == "joint" else LinearAttention)(spec, branches)
     if isinstance(spec, Indexed):

@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridize.errors import bad
 from hybridize.operators.exact_specs import Full, SnapKV, Window
+from hybridize.operators.gated_spec import Gated
 from hybridize.operators.indexed_spec import Indexed
 from hybridize.operators.linear_spec import Linear
 
@@ -14,6 +15,7 @@ __all__ = [
     "DTYPE_BYTES",
     "SPECS",
     "Full",
+    "Gated",
     "Indexed",
     "Linear",
     "OperatorSpec",
@@ -24,8 +26,8 @@ __all__ = [
 ]
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-OperatorSpec = Full | Window | SnapKV | Linear | Indexed
-SPECS: dict[str, type[OperatorSpec]] = {spec.kind: spec for spec in (Full, Window, SnapKV, Linear, Indexed)}
+OperatorSpec = Full | Window | SnapKV | Linear | Indexed | Gated
+SPECS: dict[str, type[OperatorSpec]] = {spec.kind: spec for spec in (Full, Window, SnapKV, Linear, Indexed, Gated)}
 
 
 def spec_to_dict(spec: OperatorSpec) -> dict[str, Any]:
