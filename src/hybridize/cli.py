@@ -141,7 +141,7 @@ def plan(
 def convert(
     model: Model,
     out: Out,
-    method: Annotated[str, typer.Option(help="nll, igal, flashmorph or rtpurbo (docs/).")] = "nll",
+    method: Annotated[str, typer.Option(help="nll, igal, flashmorph, rtpurbo or l2a (docs/).")] = "nll",
     selector: Annotated[
         str | None,
         typer.Option(
@@ -156,7 +156,7 @@ def convert(
             help="Share of layers, groups or (rtpurbo) heads that reach far. Default: 0.25, igal 0.0625, rtpurbo 0.15.",
         ),
     ] = None,
-    window: Annotated[int | None, typer.Option(help="Window, tokens. Default: 64, nll 128, rtpurbo 1024.")] = None,
+    window: Annotated[int | None, typer.Option(help="Window, tokens. Default: 64, nll 128, l2a 512, rtpurbo 1024.")] = None,
     sinks: Annotated[int | None, typer.Option(help="First tokens that stay visible. Default: 4.")] = None,
     sink_positions: Annotated[
         str | None, typer.Option(help="absolute, or rebased: distances stay bounded. Default: rebased; nll, rtpurbo absolute.")
@@ -170,8 +170,11 @@ def convert(
         str | None, typer.Option(help="rtpurbo's attention, KEY=VALUE,..., as dim=16,block=64,dense_below=512,max_tokens=0.")
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="rtpurbo: share of the index's softmax. Default: 0.9.")] = None,
+    gated: Annotated[
+        str | None, typer.Option(help="l2a's layers, KEY=VALUE,..., as tau=0.1,leak=0.1,share_projections=true,init=identity.")
+    ] = None,
     control: Annotated[
-        str | None, typer.Option(help="igal, rtpurbo: another plan, trained the same (docs/): all-window, lowest, ...")
+        str | None, typer.Option(help="igal, rtpurbo, l2a: another plan, trained the same (docs/): all-window, lowest, ...")
     ] = None,
     train: Annotated[
         str | None,

@@ -15,9 +15,10 @@ from hybridize.evaluation.suite import Proof, measures
 from hybridize.files import check_output_folder
 from hybridize.geometry import geometry_of
 from hybridize.indexing import index, sparsity_rows, with_trained
-from hybridize.methods import flashmorph, igal, nll, rtpurbo
+from hybridize.looking import look
+from hybridize.methods import flashmorph, igal, l2a, nll, rtpurbo
 from hybridize.morphed import morph
-from hybridize.operators.specs import Indexed, Linear
+from hybridize.operators.specs import Gated, Indexed, Linear
 from hybridize.options import lengths_of, load_model, read_config, selection_of
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.report.card import write_card
@@ -30,7 +31,10 @@ from hybridize.training.recipe import Recipe, from_text, recipes_from_text
 from hybridize.verbs import note_resume, save_model, show_plan, write_run
 from hybridize.workflows import Selection, compute_scores, cost_rows, counted, hybrid_of, plan_of_scores, prove
 
-METHODS = {"nll": nll.DEFAULTS, "igal": igal.DEFAULTS, "flashmorph": flashmorph.DEFAULTS, "rtpurbo": rtpurbo.DEFAULTS}
+METHODS = {
+    "nll": nll.DEFAULTS, "igal": igal.DEFAULTS, "flashmorph": flashmorph.DEFAULTS, "rtpurbo": rtpurbo.DEFAULTS,
+    "l2a": l2a.DEFAULTS,
+}  # fmt: skip
 
 
 def convert(terminal: Terminal, model: str, out: Path, method: str, **options: Any) -> None:
@@ -91,11 +95,17 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
                 _say_forecast(terminal, hybrid, recipes, chosen)
                 trained = index(run, loaded, hybrid, chosen, recipes, text, terminal.report)
                 chosen = with_trained(chosen, trained)
+            if method == "l2a":
+                _say_forecast(terminal, hybrid, recipes, chosen)
+                trained = look(run, loaded, hybrid, chosen, recipes["look"], text, terminal.report)
+                chosen = with_trained(chosen, trained)
         plans = {"full": base, "hybrid": chosen}
         if trained and any(spec.kind == "linear" for spec in chosen.specs()):
             plans["state off"] = chosen.without("linear")
         if any(spec.kind == "indexed" for spec in chosen.specs()):
             plans["index off"] = chosen.without("indexed")
+        if any(spec.kind == "gated" for spec in chosen.specs()):
+            plans["far off"] = chosen.without("far")
         hybrid.set_plan(chosen)
         with counted(seconds, "prove"):
             rows = prove(run, loaded, hybrid, plans, proof, terminal.report, todo)
@@ -141,9 +151,10 @@ def asked_of(method: str, options: dict[str, Any]) -> tuple[Selection, dict[str,
     if options["plan"] is not None and options["scores"] is not None:
         raise bad("plan, scores", "both", "at most one of --plan and --scores")
     foreign = {
-        "nll": ("linear", "indexed", "top_p", "control", "train", "train_text"),
-        "rtpurbo": ("linear",),
-    }.get(method, ("indexed", "top_p"))
+        "nll": ("linear", "indexed", "top_p", "gated", "control", "train", "train_text"),
+        "rtpurbo": ("linear", "gated"),
+        "l2a": ("linear", "indexed", "top_p", "selector", "budget", "sinks", "sink_positions", "unit", "scores"),
+    }.get(method, ("indexed", "top_p", "gated"))
     if given := [name for name in foreign if options[name] is not None]:
         raise bad(given[0].replace("_", "-"), options[given[0]], f"nothing: --method {method} does not have it")
     if method != "nll" and options["link"]:
@@ -167,6 +178,10 @@ def asked_of(method: str, options: dict[str, Any]) -> tuple[Selection, dict[str,
         return replace(ask, selector=selector, linear=linear), recipes_from_text(options["train"], flashmorph.STAGES)
     if method == "rtpurbo":
         return _rtpurbo(ask, options)
+    if method == "l2a":
+        gated = from_text(Gated, options["gated"], "gated", {"window": ask.window})
+        l2a.check_control(options["control"])
+        return replace(ask, gated=gated, control=options["control"]), recipes_from_text(options["train"], l2a.STAGES)
     linear = from_text(Linear, options["linear"], "linear", near)
     ask = replace(ask, linear=linear, control=options["control"])
     _ = ask.needs_scores  # an unknown control is refused before anything is loaded

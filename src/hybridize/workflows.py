@@ -18,9 +18,9 @@ from hybridize.evaluation.cells import Cell, against, merged
 from hybridize.evaluation.suite import DRIFT_PROMPT, Measure, Proof, measures
 from hybridize.geometry import geometry_of
 from hybridize.loading import Loaded
-from hybridize.methods import igal, rtpurbo
+from hybridize.methods import igal, l2a, rtpurbo
 from hybridize.methods.nll import plan_from_scores
-from hybridize.operators.specs import Indexed, Linear, OperatorSpec, Window
+from hybridize.operators.specs import Gated, Indexed, Linear, OperatorSpec, Window
 from hybridize.plan import AttentionPlan
 from hybridize.results import quality_row
 from hybridize.runs import RunFolder
@@ -40,7 +40,8 @@ class Selection:
     """How layers, or groups, are chosen, and what the others run. unit, kinds: None for the selector's own.
 
     linear: IGAL's, what the chosen run (`control` names a control of it), or FlashMorph's, what the others run; None: the
-        chosen run what the base does, the others a window. indexed: RTPurbo's, what chosen heads run.
+        chosen run what the base does, the others a window. indexed: RTPurbo's, what chosen heads run. gated: L2A's, what
+        every layer runs.
     """
 
     selector: str = "drop"
@@ -58,10 +59,13 @@ class Selection:
     batch_tokens: int = 1024
     linear: Linear | None = None
     indexed: Indexed | None = None
+    gated: Gated | None = None
     control: str | None = None
 
     @property
     def needs_scores(self) -> bool:
+        if self.gated is not None:
+            return False
         if self.indexed is not None:
             return rtpurbo.needs_scores(self.control)
         return self.linear is None or igal.needs_scores(self.control)
@@ -155,6 +159,8 @@ def plan_of_scores(scores: Scores | None, base: AttentionPlan, ask: Selection) -
     """
     if scores is not None:
         scores.check_identity(base.geometry.identity)
+    if ask.gated is not None:
+        return l2a.l2a_plan(base, ask.gated, ask.control)
     if ask.indexed is not None:
         return rtpurbo.rtpurbo_plan(scores, base, ask.indexed, ask.budget, ask.control)
     if ask.linear is not None:

@@ -10,7 +10,7 @@ from hybridize.data.needles import CALIBRATION_KINDS
 from hybridize.errors import bad
 
 Asked = TypeVar("Asked")
-TRAINED = ("branches", "lora", "attention", "all", "base")
+TRAINED = ("branches", "lora", "attention", "attention_norms", "all", "base")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Recipe:
         steps: optimizer steps. rows: rows a step, over all devices. length: tokens a row.
         rate, branch_rate: peak learning rates of base weights and of parameters beside them.
         trains: "branches" (parameters beside the base's only), "lora" (and low-rank factors of q, k, v, o, merged at the
-            end), "attention" (and q, k, v, o themselves), "all" weights, "base" (all but parameters beside the base's).
+            end), "attention" (and q, k, v, o themselves), "attention_norms" (and norms), "all" weights, "base" (all but
+            parameters beside the base's).
         transfer_steps: steps of attention transfer before, on branches alone, at transfer_rate.
         ce, kl: weights of the cross entropy, and of the KL from the untrained base under its own plan, at learned tokens.
         top: of the KL, the teacher's most likely tokens that it is over, written down before the stage (0: all of them, from a
@@ -31,6 +32,8 @@ class Recipe:
         warmup: steps of rising rate; then a cosine to `floor` times the peak. clip: largest gradient norm.
         watch: steps between looks at recall, whose best step is kept (0: the last step is).
         gate_rate, price: of a stage of gates (training/gates.py), which trains nothing else.
+        strength, skip: of a stage of gated layers (training/looking.py): the price of open tokens at the last step, and the
+            share of closed ones that a controller of it aims at (0: none does).
         lora_rank, lora_alpha: of "lora". save_every: steps between checkpoints. seed: of data and initial values.
     """
 
@@ -54,6 +57,8 @@ class Recipe:
     watch: int = 0
     gate_rate: float = 2e-2
     price: float = 0.1
+    strength: float = 1.31e-3
+    skip: float = 0.0
     clip: float = 1.0
     lora_rank: int = 8
     lora_alpha: int = 16
@@ -68,11 +73,13 @@ class Recipe:
                      "clip"):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise bad(f"train.{name}", getattr(self, name), "more than 0")
-        for name in ("ce", "kl", "price"):
+        for name in ("ce", "kl", "price", "strength"):
             if getattr(self, name) < 0:
                 raise bad(f"train.{name}", getattr(self, name), "at least 0")
         if not 0 <= self.floor < 1:
             raise bad("train.floor", self.floor, "a share of the peak rate, below 1")
+        if not 0 <= self.skip < 1:
+            raise bad("train.skip", self.skip, "a share of tokens, below 1")
         if not self.ce and not self.kl:
             raise bad("train.ce, train.kl", "0 and 0", "at least one of them above 0")
         if self.trains not in TRAINED:
@@ -87,6 +94,11 @@ class Recipe:
             trained = f"gates at {self.gate_rate:g}, price {self.price:g}"
         elif self.trains == "branches":
             trained = f"branches at {self.branch_rate:g}"
+        elif stage == "look":
+            aim = f", aimed at {self.skip:.0%} closed" if self.skip else ""
+            trained = (
+                f"{self.trains} at {self.rate:g}, routers at {self.branch_rate:g}; price of open tokens {self.strength:g}{aim}"
+            )
         before = f"transfer {self.transfer_steps} steps at {self.transfer_rate:g}, then " if self.transfer_steps else ""
         what = f"{self.steps} steps of {self.rows} rows of {self.length} tokens, {100 * self.text_share:.0f} % text"
         return f"{before}{what}; trains {trained}; seed {self.seed}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from hybridize.training.top import TopRows
 from hybridize.training.trainer import train
 
 Report = Callable[[int, int], None]
+ATTENTION = ("attention", "attention_norms")
 
 
 class FineTune(nn.Module):
@@ -38,8 +39,8 @@ class FineTune(nn.Module):
         self, input_ids: Tensor, start: Tensor, top_ids: Tensor | None = None, top_logits: Tensor | None = None
     ) -> dict[str, Tensor]:
         """input_ids [B, T], start [B] to {"loss"}; top_ids, top_logits: of all learned tokens, one row behind the other."""
-        hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
-        learned = learned_tokens(input_ids, start)
+        out = self.model.model(input_ids=input_ids, use_cache=False)
+        hidden, learned = out.last_hidden_state, learned_tokens(input_ids, start)
         states, (teacher,) = hidden[:, :-1][learned], self.held
         losses = states.new_zeros(len(states), dtype=torch.float32)
         if self.ce:
@@ -50,7 +51,12 @@ class FineTune(nn.Module):
             losses = losses + self.kl * chunked_kl(states, self.model.lm_head, theirs, teacher.lm_head)
         if top_ids is not None and top_logits is not None:
             losses = losses + self.kl * chunked_top_kl(states, self.model.lm_head, top_ids, top_logits)
-        return {"loss": row_means(losses, learned.nonzero()[:, 0], len(input_ids)).mean()}
+        loss = row_means(losses, learned.nonzero()[:, 0], len(input_ids)).mean()
+        return {"loss": loss + self.beside(out.aux or {})}
+
+    def beside(self, aux: Mapping[str, Tensor]) -> Tensor | float:
+        """What is added to the loss, from what operators say beside their output."""
+        return 0.0
 
 
 def learned_tokens(input_ids: Tensor, start: Tensor) -> Tensor:
@@ -125,11 +131,13 @@ def select(model: nn.Module, trains: str) -> None:
 def is_trained(name: str, trains: str) -> bool:
     """Whether a parameter is among those that a recipe's `trains` names."""
     part = name.split(".")
-    if "branches" in part:
+    if "branches" in part or "far" in part:
         return trains != "base"
     if trains in ("all", "base"):
         return True
-    return "lora_" in name if trains == "lora" else trains == "attention" and any(p in part for p in PROJECTIONS)
+    if trains == "attention_norms" and any("norm" in p for p in part):
+        return True
+    return "lora_" in name if trains == "lora" else trains in ATTENTION and any(p in part for p in PROJECTIONS)
 
 
 @contextmanager

@@ -40,7 +40,8 @@ def train(
 ) -> dict[str, Any]:
     """Train what `stage` leaves trainable; its forward gives {"loss"}, a mean over the rows it is given.
 
-    A stage may have `settle()`, called after every optimizer step, and `record()`, whose values are kept for every step.
+    A stage may have `begin(step, history)`, called before every step with what was kept of those before, `settle()`, called
+    after every optimizer step, and `record()`, whose values are kept for every step.
 
     Args:
         folder: checkpoints; the last whole one is continued, to the same bits as if nothing had stopped it.
@@ -115,7 +116,7 @@ def kind_of(name: str) -> str:
     """Which learning rate a parameter has."""
     if name == "gates":
         return "gate"
-    return "branch" if ".branches." in name else "base"
+    return "branch" if ".branches." in name or ".router." in name else "base"
 
 
 def collate(rows: list[Row]) -> dict[str, Tensor]:
@@ -161,6 +162,9 @@ class StageTrainer(Trainer):
         if self.started is None:
             past = [entry["seconds"] for entry in self.state.log_history if "seconds" in entry]
             self.started, self.seconds = time.perf_counter(), past[-1] if past else 0.0
+        stage = self.accelerator.unwrap_model(self.model)
+        if hasattr(stage, "begin"):
+            stage.begin(self.state.global_step, self.state.log_history)
         return super().training_step(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
