@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 import hybridize as hz
 from conftest import make_base, make_hybrid, make_tokenizer
-from hybridize import adapting, workflows
+from hybridize import adapting, pruning, workflows
 from hybridize.data.mixture import Mixture
 from hybridize.data.text import bundled_text
 from hybridize.evaluation import suite
-from hybridize.methods.l2a import CONTROLS, STAGES, l2a_plan
+from hybridize.methods.l2a import CONTROLS, STAGES, l2a_plan, pruned_plan
 from hybridize.training import stages
 from hybridize.training.looking import GAIN, LookFar, collapse, look_far
 from hybridize.training.recipe import Recipe
@@ -151,7 +151,7 @@ def test_plans():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    for module in (workflows, suite, adapting):
+    for module in (workflows, suite, adapting, pruning):
         monkeypatch.setattr(module, "load_text", lambda *_: [bundled_text("evaluation")[:6000]])
     make_base("llama").save_pretrained(tmp_path / "base")
     make_tokenizer().save_pretrained(tmp_path / "base")
@@ -204,3 +204,50 @@ def test_bad_words(capsys, folder, tmp_path, words, field):
     code, _, err = run(capsys, "convert", folder, "--out", tmp_path / "out", *WORDS, *words)
     assert code == 2 and f"error: {field}: got" in err, err
     assert not (tmp_path / "out").exists()
+
+
+def test_pruned_plans():
+    base = hz.AttentionPlan.base(hz.geometry_of(make_base("llama").config))
+    plan = l2a_plan(base, SPEC)
+    closed = [0.5, 0.99, 0.9]
+    made = pruned_plan(plan, closed, 100, threshold=0.9)
+    assert [made.gate(layer) is None for layer in range(3)] == [False, True, True] and made.spec(1, 0) == hz.Window(8, 0)
+    assert made.provenance["pruned"] == [1, 2] and made.provenance["closed"] == closed
+    assert pruned_plan(plan, closed, 100, threshold=1.0).assignment == plan.assignment
+    share = made.cache_bytes(100) / plan.cache_bytes(100)
+    assert pruned_plan(plan, closed, 100, budget=share).provenance["pruned"] == [1, 2]
+    assert pruned_plan(plan, closed, 100, budget=share + 0.01).provenance["pruned"] == [1, 2]
+    assert pruned_plan(plan, closed, 100, budget=0.99).provenance["pruned"] == [1]
+    again = pruned_plan(made, [0.5, None, None], 100, threshold=0.4)
+    assert all(again.gate(layer) is None for layer in range(3))
+    with pytest.raises(hz.HybridizeError, match=r"budget: got 0\.01, expected at least 0\.0"):
+        pruned_plan(plan, closed, 100, budget=0.01)
+    for wrong in ({"threshold": 0.0}, {"budget": 1.5}):
+        with pytest.raises(hz.HybridizeError, match=f"{next(iter(wrong))}: got"):
+            pruned_plan(plan, closed, 100, **wrong)
+
+
+def test_prune(capsys, folder, tmp_path):
+    """Measured on the model itself; a pruned layer is its gate forced shut, and what it kept is gone from file and cache."""
+    made = make_hybrid(make_base("llama"), "gated").eval()
+    made.save_pretrained(tmp_path / "gated")
+    make_tokenizer().save_pretrained(tmp_path / "gated")
+    words = ["--prompts", 2, "--test-prompts", 2, "--lengths", 760, "--budget", 0.7]
+    code, out, err = run(capsys, "prune", tmp_path / "gated", "--out", tmp_path / "out", *words, "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert len(said["pruned"]) == 1 and said["closed"][said["pruned"][0]] == max(said["closed"])
+    assert {row["selector"] for row in said["rows"]} == {"as it was", "pruned"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    layer = said["pruned"][0]
+    assert model.plan.gate(layer) is None and model.plan.cache_bytes(760) <= 0.7 * made.plan.cache_bytes(760)
+    assert not any(f"layers.{layer}.far" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
+    ids = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        made.model.layers[layer].far.router.weight.zero_()
+        made.model.layers[layer].far.spec = replace(made.plan.gate(layer), theta=0.9)
+        torch.testing.assert_close(model(ids).logits, made(ids).logits)
+    code, _, err = run(capsys, "prune", folder, "--out", tmp_path / "no", "--budget", 0.5)
+    assert code == 2 and "error: model: got" in err
+    code, _, err = run(capsys, "prune", tmp_path / "gated", "--out", tmp_path / "no")
+    assert code == 2 and "error: threshold, budget: got" in err

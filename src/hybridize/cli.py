@@ -206,6 +206,32 @@ def convert(
     converting.convert(_console(as_json), **locals())
 
 
+@app.command()
+def prune(
+    model: Model,
+    out: Out,
+    threshold: Annotated[float | None, typer.Option(help="Layers lose it whose closed share is at least this.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Or: share of the cache bytes that may stay, at the longest length.")
+    ] = None,
+    prompts: Prompts = 8,
+    text: Text = "calibration",
+    seed: Seed = 1,
+    test_prompts: TestPrompts = 20,
+    lengths: Lengths = "1024",
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    trust_remote_code: Trust = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Drop the far half of gated layers (l2a) that hardly use it; prove the result against the model as it was."""
+    from hybridize import pruning
+
+    pruning.prune(_console(as_json), **locals())
+
+
 @app.command(name="eval")
 def evaluate(
     model: Model,
@@ -226,7 +252,7 @@ def evaluate(
     limit: Limit = None,
     beyond: Beyond = False,
     without: Annotated[
-        list[str] | None, typer.Option(help="Also measure with this off: window, sinks, linear; repeatable.")
+        list[str] | None, typer.Option(help="Also measure with this off: window, sinks, linear, indexed, far; repeatable.")
     ] = None,
     perplexity_windows: Annotated[int, typer.Option(help="Stretches for perplexity by position; 0: none.")] = 4,
     text: Annotated[str, typer.Option(help="Text of haystacks and perplexity by position.")] = "evaluation",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from hybridize.scoring.scorers import DEFAULT_SELECTOR, SCORERS
 from hybridize.terminal import Terminal
 from hybridize.training.forecast import forecast
 from hybridize.training.recipe import Recipe, from_text, recipes_from_text
-from hybridize.verbs import note_resume, save_model, show_plan, write_run
+from hybridize.verbs import lift_model, note_resume, save_model, show_plan, write_run
 from hybridize.workflows import Selection, compute_scores, cost_rows, counted, hybrid_of, plan_of_scores, prove
 
 METHODS = {
@@ -131,7 +130,7 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
         run, f"{model} by {method}", chosen, scores, rows, seconds, facts, conversion=cost, training=trained, sparsity=sparse
     )
     write_card(run.path / "README.md", base=model, plan=chosen, rows=rows, trained=bool(trained))
-    _lift_model(run)
+    lift_model(run)
     folder = run.finish()
     terminal.quality_table(rows)
     terminal.sparsity_table(sparse)
@@ -207,15 +206,6 @@ def _rtpurbo(ask: Selection, options: dict[str, Any]) -> tuple[Selection, dict[s
 def _say_forecast(terminal: Terminal, model: Any, recipes: dict[str, Recipe], plan: AttentionPlan) -> None:
     for each in forecast(model, recipes.items(), plan):
         terminal.say(each.text())
-
-
-def _lift_model(run: RunFolder) -> None:
-    # the output folder itself is what from_pretrained is given
-    for file in sorted((run.path / "model").iterdir()):
-        target = run.path / file.name
-        target.unlink(missing_ok=True)
-        shutil.move(file, target)
-    (run.path / "model").rmdir()
 
 
 def _dry_run(

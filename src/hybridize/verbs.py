@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,15 @@ def save_model(run: RunFolder, loaded: Loaded, hybrid: Any, scores: Scores | Non
     checkpoint.save(
         hybrid, loaded.tokenizer, run.path / "model", scores=scores, base=base, overwrite=True, max_shard_size=shard
     )
+
+
+def lift_model(run: RunFolder) -> None:
+    """Move the saved model up: the output folder itself is what from_pretrained is given."""
+    for file in sorted((run.path / "model").iterdir()):
+        target = run.path / file.name
+        target.unlink(missing_ok=True)
+        shutil.move(file, target)
+    (run.path / "model").rmdir()
 
 
 def write_run(

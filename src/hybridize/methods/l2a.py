@@ -3,11 +3,14 @@
     1. plan     every layer is gated: a window for all tokens, then, for those that its router opens, attention to everything
     2. look     cross entropy and a rising price of open tokens; attention (both halves), norms and routers are trained
 
-Not here: longer context by another RoPE base, and dropping the far half of layers that hardly use it.
+    3. prune    the far half of layers that hardly use it goes, with its keys and values (`hybridize prune`)
+
+Not here: longer context by another RoPE base.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +38,46 @@ def check_control(control: str | None) -> None:
     """
     if control is not None and control not in CONTROLS:
         raise bad("control", control, f"one of {CONTROLS}")
+
+
+def pruned_plan(
+    plan: AttentionPlan, closed: Sequence[float | None], context: int, threshold: float | None = None,
+    budget: float | None = None,
+) -> AttentionPlan:  # fmt: skip
+    """Gated layers without their far half where it is hardly used.
+
+    Args:
+        closed: share of closed tokens of each layer, None where it has no gate.
+        threshold: layers with so large a share lose it. budget: or those with the largest shares, until at most this share
+            of the plan's cache bytes at `context` tokens is left.
+
+    Raises:
+        HybridizeError: a threshold or a budget that is no share, or a budget below what is left without any far half.
+    """
+    name, value = ("threshold", threshold) if budget is None else ("budget", budget)
+    if value is None or not 0 < value <= 1:
+        raise bad(name, value, "a share above 0, at most 1")
+    order = sorted((i for i, share in enumerate(closed) if share is not None), key=lambda i: (-(closed[i] or 0.0), i))
+    if threshold is not None:
+        return _without_far(plan, [i for i in order if (closed[i] or 0.0) >= threshold], closed)
+    whole = plan.cache_bytes(context)
+    for count in range(len(order) + 1):
+        made = _without_far(plan, order[:count], closed)
+        if made.cache_bytes(context) <= value * whole:
+            return made
+    least = made.cache_bytes(context) / whole
+    raise bad("budget", value, f"at least {least:.3f}, what windows alone leave of the cache at {context} tokens")
+
+
+def _without_far(plan: AttentionPlan, layers: Sequence[int], closed: Sequence[float | None]) -> AttentionPlan:
+    operators, rows = dict(plan.operators), list(plan.assignment)
+    for layer in layers:
+        spec = plan.gate(layer)
+        assert spec is not None
+        name = f"window_{spec.window}"
+        operators[name], rows[layer] = spec.near, (name,) * plan.geometry.kv_heads
+    said = {"pruned": sorted(layers), "closed": [None if share is None else round(share, 4) for share in closed]}
+    return replace(plan, operators=operators, assignment=tuple(rows), provenance={**plan.provenance, **said})
 
 
 def l2a_plan(base: AttentionPlan, spec: Gated, control: str | None = None) -> AttentionPlan:
