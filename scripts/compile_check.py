@@ -32,7 +32,13 @@ def launches(dtype: torch.dtype, head_dim: int, block: int) -> list:
     found = []
     real, JITFunction.run = JITFunction.run, lambda kernel, *args, grid, warmup, **named: found.append((kernel, args, named))
     try:
-        for errors in (proof._window_errors, proof._decode_errors, proof._token_errors, proof._rotary_errors):
+        for errors in (
+            proof._window_errors,
+            proof._decode_errors,
+            proof._token_errors,
+            proof._rotary_errors,
+            proof._opened_errors,
+        ):
             errors(CPU, dtype, head_dim)
         proof._matvec_errors(CPU, dtype)
         b, g, r, t, columns = 2, 2, 3, 200, 300

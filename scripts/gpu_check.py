@@ -22,12 +22,14 @@ from hybridize.kernels.decode import one_token_attention
 from hybridize.kernels.dispatch import INDEX_BLOCKS
 from hybridize.kernels.indexed import indexed_attention, indexed_token_attention
 from hybridize.kernels.matvec import matvec
+from hybridize.kernels.opened import open_attention
 from hybridize.kernels.rotary import rotate
 from hybridize.kernels.window import window_attention
 from hybridize.operators.banded import banded_attention
 from hybridize.operators.choosing import chosen
 from hybridize.operators.contract import write_at
 from hybridize.operators.dense import explicit_attention
+from hybridize.operators.gated import open_first
 from hybridize.operators.specs import Indexed
 from hybridize.results import results, write_results
 
@@ -214,6 +216,31 @@ def indexed_case(rng, dtype, d, r, most, rebased):
     return facts | {"chosen": round(float(seen.float().mean()), 3)}, errors
 
 
+def opened_case(rng, dtype, d, r, most, rebased):
+    """Open queries of a chunk behind earlier tokens, in rows of their own number, with gradients."""
+    b, g, t = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.randint(1, 1500 if GPU else 80)
+    start, share = rng.choice([0, rng.randint(1, 2000 if GPU else 90)]), rng.choice([0.0, 0.2, 0.5, 1.0])
+    torch.manual_seed(rng.randrange(10**6))
+    is_open = torch.rand(b, t, device=DEVICE) < share
+    index, counts = open_first(is_open, least=1), is_open.sum(1)
+    n, at = index.shape[1], start + index
+    real = (torch.arange(n, device=DEVICE) < counts[:, None])[:, None, :, None]
+    leaves = [torch.randn(b, x, m, d, device=DEVICE).to(dtype) for x, m in ((g * r, n), (g, start + t), (g, start + t))]
+    weight = torch.randn(b, g * r, n, d, device=DEVICE).to(dtype).float() * real
+    seen, found = torch.arange(start + t, device=DEVICE) <= at[:, None, :, None], []
+    for kernel in (True, False):
+        given = [(x if kernel else x.float()).clone().requires_grad_() for x in leaves]
+        torch.empty = poisoned if kernel else REAL_EMPTY
+        out = open_attention(*given, at, counts, d**-0.5) if kernel else explicit_attention(*given, seen, d**-0.5) * real
+        grads = []
+        if not (GPU and dtype is FP32):
+            grads = [x.float() for x in torch.autograd.grad(out, given, weight.to(out.dtype))]
+        torch.empty = REAL_EMPTY
+        found.append([out.detach(), *grads])
+    errors = {name: error(x, y.float()) for name, x, y in zip(("out", "dq", "dk", "dv"), *found)}
+    return dict(b=b, g=g, r=r, t=t, d=d, start=start, share=share), errors
+
+
 def rotary_case(rng, dtype, d, r, most, rebased):
     b, g, t = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, rng.randint(2, 5000 if GPU else 60)])
     torch.manual_seed(rng.randrange(10**6))
@@ -273,7 +300,7 @@ def check_kind(number, kind, cases, until):
     """Rows of one kind's random cases, of both kernels."""
     torch.backends.cuda.matmul.allow_tf32 = False
     rng, (dtype, *shape), rows = random.Random(number), kind, []
-    for case in (window_case, decode_case, taken_case, indexed_case, rotary_case, matvec_case) * cases:
+    for case in (window_case, decode_case, taken_case, indexed_case, opened_case, rotary_case, matvec_case) * cases:
         if time.time() > until:
             break
         facts, errors = case(rng, dtype, *shape)

@@ -185,7 +185,8 @@ def test_open_queries_see_what_dense_attention_shows_them(share, offset):
     index = open_first(is_open, least=1)
     assert index.shape[1] == max(1, int(is_open.sum(1).max()))
     there = index[:, None, :, None].expand(-1, g * r, -1, d)
-    few = open_attention(q.gather(2, there), k, v, at.gather(1, index), 0.4) * is_open.gather(1, index)[:, None, :, None]
+    few = open_attention(q.gather(2, there), k, v, at.gather(1, index), is_open.sum(1), 0.4)
+    few = few * is_open.gather(1, index)[:, None, :, None]
     mine = torch.zeros_like(q).scatter(2, there, few)
     torch.testing.assert_close(mine, dense)
     weight = torch.randn_like(dense)

@@ -455,6 +455,7 @@ BROKEN = {  # kernel: (part of the proof, what it says of a kernel made from the
         lambda real: {"what is written of it by": lambda *a: real(*a[:8], [x * 0.9 for x in a[8]], a[9])},
     ),
     "matvec": ("_matvec_errors", lambda real: {"matvec by": lambda x, weights: real(x, weights[::-1])}),
+    "open_attention": ("_opened_errors", lambda real: {"opened by": lambda *a: real(*a[:3], a[3] - 1, *a[4:])}),
     "indexed_attention": ("_indexed_errors", lambda real: {"indexed by": lambda *a: real(*a[:-2], 0.5, a[-1])}),
     "indexed_token_attention": (
         "_indexed_errors",

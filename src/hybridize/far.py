@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hybridize.errors import bad
 from hybridize.operators.contract import Chunk, State
+from hybridize.operators.dense import causal_attention
 from hybridize.operators.gated import open_attention, open_by_rule, open_by_score, open_first, real_open, straight_through
 from hybridize.operators.gated_spec import Gated
 from hybridize.projections import project
@@ -80,6 +81,9 @@ class FarAttention(nn.Module):
             return torch.zeros_like(hidden), aux
         k, v = self._keys(h, of, attention, context, state)
         asking, turn, at = h, context.rotation, chunk.positions.expand(chunk.batch, -1)
+        counts = is_open.sum(1)
+        if index is None and chunk.tokens > 1:
+            counts = torch.full_like(counts, chunk.tokens)  # all, in their own order
         if index is not None:
             asking, at = _taken(h, index), at.gather(1, index)
             turn = tuple(_taken(x.expand(chunk.batch, -1, -1), index) for x in context.rotation)
@@ -88,7 +92,10 @@ class FarAttention(nn.Module):
         q = of.q_norm(q.view(*q.shape[:-1], -1, attention.head_dim)).to(v.dtype).transpose(1, 2)
         q = apply_rotary_pos_emb(q, q, *turn)[0].to(v.dtype)
         dropout = attention.attention_dropout if self.training else 0.0
-        out = open_attention(q, k, v, at, attention.scaling, dropout)
+        if index is None and chunk.tokens > 1 and k.shape[2] == chunk.tokens:
+            out = causal_attention(q, k, v, attention.scaling, dropout)
+        else:
+            out = open_attention(q, k, v, at, counts, attention.scaling, dropout)
         (out,) = project(out.transpose(1, 2).reshape(*asking.shape[:-1], -1), (of.o_proj,), context.row)
         out = out * weight[..., None].to(out.dtype)
         if index is None:

@@ -64,7 +64,7 @@ def load(name: str) -> Any:
 def prepare() -> None:
     """Load the kernels where they may be asked for: a graph that is being traced cannot import them."""
     if mode() == "triton" or (mode() == "auto" and torch.cuda.is_available()):
-        for name in ("window", "decode", "rotary", "matvec", "indexed", "proof"):
+        for name in ("window", "decode", "rotary", "matvec", "indexed", "opened", "proof"):
             load(name)
 
 

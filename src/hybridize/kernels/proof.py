@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hybridize.kernels.decode import one_token_attention
 from hybridize.kernels.indexed import indexed_attention, indexed_token_attention
 from hybridize.kernels.matvec import matvec
+from hybridize.kernels.opened import open_attention
 from hybridize.kernels.rotary import rotate
 from hybridize.kernels.window import window_attention
 from hybridize.operators.choosing import chosen
@@ -29,7 +30,7 @@ def why_wrong(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
     def errors() -> dict[str, float]:
         given = (device, dtype, head_dim)
         found = _window_errors(*given) | _decode_errors(*given) | _token_errors(*given) | _rotary_errors(*given)
-        return found | _indexed_errors(*given) | _matvec_errors(device, dtype)
+        return found | _indexed_errors(*given) | _opened_errors(*given) | _matvec_errors(device, dtype)
 
     return _verdict(device, errors, LIMIT[dtype])
 
@@ -144,6 +145,27 @@ def _indexed_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     last = q[:, :, -1:].detach(), k.detach(), v.detach(), index_q[:, :, -1:], index_k
     token = indexed_token_attention(*last, which, starts + TOKENS - 1, dense, *choice)
     return found | {"indexed token": _error(token, theirs[:, :, -1:])}
+
+
+def _opened_errors(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, float]:
+    """Every third token of a chunk behind earlier ones is open, fewer of them in the second row."""
+    past, n = 70, torch.arange(TOKENS // 3, device=device)
+    shapes = (GROUPS * HEADS, len(n)), (GROUPS, past + TOKENS), (GROUPS, past + TOKENS)
+    leaves = [torch.randn(ROWS, *s, head_dim, device=device, dtype=dtype, requires_grad=True) for s in shapes]
+    weight = torch.randn(ROWS, *shapes[0], head_dim, device=device, dtype=dtype)
+    at, counts = (past + 3 * n).expand(ROWS, -1), torch.tensor([len(n), len(n) // 2], device=device)
+    real = (n < counts[:, None])[:, None, :, None]
+    q, k, v = leaves
+    mine = open_attention(q, k, v, at, counts, head_dim**-0.5)
+    seen = torch.arange(past + TOKENS, device=device) <= at[:, None, :, None]
+    theirs = _written_out(q.float(), k.float(), v.float(), seen, head_dim**-0.5) * real
+    pairs = [(mine, theirs)]
+    if not (dtype == torch.float32 and device.type == "cuda"):
+        pairs += zip(
+            torch.autograd.grad(mine, leaves, weight), torch.autograd.grad(theirs, leaves, weight.float()), strict=True
+        )
+    names = "opened", "opened dq", "opened dk", "opened dv"
+    return {name: _error(*pair) for name, pair in zip(names, pairs, strict=False)}
 
 
 def _matvec_errors(device: torch.device, dtype: torch.dtype) -> dict[str, float]:

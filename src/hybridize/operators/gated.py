@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridize.kernels.dispatch import keeps_gradients, kernels_for
 from hybridize.operators.contract import Chunk, State
-from hybridize.operators.dense import masked_attention
+from hybridize.operators.dense import masked_attention, token_attention
 from hybridize.operators.full import FullAttention
 from hybridize.operators.gated_spec import Gated
 from hybridize.operators.specs import Full
@@ -54,9 +55,18 @@ def open_by_rule(gate: str, rate: float, positions: Tensor, layer: int) -> Tenso
     return mixed % PARTS < share
 
 
-def open_attention(q: Tensor, k: Tensor, v: Tensor, at: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
-    """Attention of queries q [B, H, N, D] at content positions `at` [B, N], in any order, to k, v [B, G, S, D], of which
-    column n is content position n: [B, H, N, D]."""
+def open_attention(q: Tensor, k: Tensor, v: Tensor, at: Tensor, counts: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
+    """Attention of the first `counts` [B] queries of each row, q [B, H, N, D] at content positions `at` [B, N], ascending, to
+    k, v [B, G, S, D], of which column n is content position n: [B, H, N, D]. What comes out for other queries means nothing,
+    and is finite."""
+    if q.shape[2] == 1 and not keeps_gradients(q, k, v):
+        if (kernels := kernels_for("decode", q, dropout)) is not None:
+            # a row whose token is closed reads no key; a sum over none is none
+            reads = torch.where(counts > 0, at[:, 0] + 1, 0)
+            return token_attention(kernels, q, k, v, reads, scale).masked_fill((counts == 0)[:, None, None, None], 0.0)
+    elif (kernels := kernels_for("opened", q, dropout)) is not None:
+        out: Tensor = kernels.open_attention(q, k, v, at, counts, scale)
+        return out
     columns, step = torch.arange(k.shape[2], device=k.device), max(1, AT_ONCE // (k.shape[0] * k.shape[2]))
     outs = []
     for first in range(0, q.shape[2], step):
