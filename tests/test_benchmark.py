@@ -132,7 +132,7 @@ def test_layers_between_linear_ones():
     assert name == "8 of 32 layers full, linear" and len(plan.kept_layers) == 8
     assert {spec.kind for spec in plan.specs()} == {"full", "linear"}
     assert next(s for s in plan.specs() if s.kind == "linear") == hz.Linear(degree=1, dim=64, decay="token")
-    for wrong in ({"method": "l2a"}, {"method": "nll", "linear": "default"}):
+    for wrong in ({"method": "dense"}, {"method": "nll", "linear": "default"}, {"method": "l2a", "linear": "default"}):
         with pytest.raises(hz.HybridizeError, match=r"^method: got"):
             Bench(**wrong)
 
@@ -157,6 +157,19 @@ def test_bench_of_linear_groups(capsys, tmp_path):
     rows = json.loads(out)["rows"]
     assert {row["variant"] for row in rows} == {"base", "2 of 8 groups linear", "stock transformers"}
     assert {row["what"] for row in rows} == {"prefill", "decode"}
+
+
+def test_open_tokens(capsys, tmp_path):
+    ask = Bench(method="l2a", budget=0.2, window=16, sinks=0)
+    name, plan = ask.hybrid(hz.geometry_of(SHAPES["tiny"].config(64)))
+    assert name == "20% of tokens open" and plan.gate(3) == hz.Gated(16, "position", rate=0.2)
+    given = ["bench", "--method", "l2a", "--budget", 0.2, "--window", 16, "--sinks", 0, "--seconds", 0, "--dtype", "float32"]
+    parts = ["--parts", "attention,prefill,decode,train", "--contexts", 100, "--backward", "--json"]
+    code, out, err = run(capsys, *given, *parts, "--out", tmp_path / "bench")
+    assert code == 0, err
+    rows = json.loads(out)["rows"]
+    assert {row["what"] for row in rows if row["variant"] == "window + 20% open"} == {"kernel_forward", "kernel_backward"}
+    assert {row["what"] for row in rows if row["variant"] == name} == {"prefill", "decode", "train"}
 
 
 def test_one_layer_of_indexed_attention(capsys, tmp_path):

@@ -322,11 +322,14 @@ def bench(
     contexts: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "1024",
     batches: Annotated[str, typer.Option(help="Rows of a decoding step, comma-separated.")] = "1",
     budget: Annotated[
-        float, typer.Option(help="Share of full layers; for igal, of linear groups; for the part indexed, of heads.")
+        float,
+        typer.Option(
+            help="Share of full layers; for igal, of linear groups; for the part indexed, of heads; for l2a, of open tokens."
+        ),
     ] = 0.25,
     method: Annotated[
         str | None,
-        typer.Option(help="What the hybrid is like: nll, igal or flashmorph. Default: igal with --linear, else nll."),
+        typer.Option(help="What the hybrid is like: nll, igal, flashmorph or l2a. Default: igal with --linear, else nll."),
     ] = None,
     linear: Annotated[str | None, typer.Option(help="Linear attention: KEY=VALUE,... as convert takes, or 'default'.")] = None,
     window: WindowSize = 512,

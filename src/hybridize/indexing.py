@@ -68,7 +68,9 @@ def with_trained(plan: AttentionPlan, trained: dict[str, Any]) -> AttentionPlan:
 def sparsity_rows(
     run: RunFolder, loaded: Loaded, model: Any, proof: Proof, report: Report = silent, step: str = "sparsity"
 ) -> list[dict[str, Any]]:
-    """What the model's indexed attention chooses at the proof's lengths, one step of the run."""
+    """What the model's indexed attention chooses at the proof's lengths, one step of the run; nothing where it has none."""
+    if not any(spec.kind == "indexed" for spec in model.plan.specs()):
+        return []
 
     def make() -> list[dict[str, Any]]:
         text, prompts = "\n\n".join(load_text(proof.text)), []

@@ -16,6 +16,7 @@ from hybridize.benchmark.shapes import Shape
 from hybridize.benchmark.timing import Ceilings, Job, captured, interleaved, speed
 from hybridize.kernels.dispatch import kernels_for
 from hybridize.operators.banded import banded_attention
+from hybridize.operators.gated import open_attention, open_by_rule
 from hybridize.operators.specs import Full, Window
 
 L2 = 64 << 20  # inputs of one round are not in the cache when their turn comes again
@@ -33,19 +34,24 @@ def attention_rows(
     *,
     backward: bool = False,
     seconds: float = 1.0,
+    opened: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Speed rows (design.md's format) of kernel_forward, and of kernel_backward (its forward included) where asked."""
+    """Speed rows (design.md's format) of kernel_forward, and of kernel_backward (its forward included) where asked.
+
+    `opened`: also a window without sinks with, beside it, everything for this share of the queries, evenly spread (L2A).
+    """
     sets = _inputs(shape, context, device, dtype)
     rows = []
     for what in ("kernel_forward", "kernel_backward") if backward else ("kernel_forward",):
         jobs = {
             variant: (_both if what == "kernel_backward" else _forward)(run, sets, device)
-            for variant, run in _variants(shape, context, window, device, dtype).items()
+            for variant, run in _variants(shape, context, window, device, dtype, opened).items()
         }
         times = interleaved(jobs, device, seconds)
         full = "full cudnn" if "full cudnn" in times else "full sdpa"
         for variant, timing in times.items():
-            flops, moved = _work(shape, context, window, variant, dtype, what == "kernel_backward")
+            share = opened if opened is not None and variant.endswith("open") else 0.0
+            flops, moved = _work(shape, context, window, variant, dtype, what == "kernel_backward", share)
             head = {"shape": name, "what": what, "variant": variant, "context": context, "batch": 1}
             for baseline in dict.fromkeys((full, "window flex")):
                 if baseline in times and baseline != variant:
@@ -84,7 +90,7 @@ def _both(run: Callable[..., Tensor], sets: list[list[Tensor]], device: torch.de
 
 
 def _variants(
-    shape: Shape, context: int, window: Window, device: torch.device, dtype: torch.dtype
+    shape: Shape, context: int, window: Window, device: torch.device, dtype: torch.dtype, opened: float | None
 ) -> dict[str, Callable[..., Tensor]]:
     scale = shape.head_dim**-0.5
     positions = torch.arange(context, device=device)[None]
@@ -112,6 +118,11 @@ def _variants(
         joined[:, :first].copy_(far)
         return joined
 
+    def beside(q: Tensor, k: Tensor, v: Tensor, near: Callable[..., Tensor]) -> Tensor:
+        """Both halves of a gated layer's attention; their inputs are other tensors there, of the same sizes."""
+        few = open_attention(q.index_select(2, places[0]), k, v, places, counts, scale)
+        return near(q, k, v).index_add(2, places[0], few)
+
     found: dict[str, Callable[..., Tensor]] = {}
     on_gpu = device.type == "cuda"
     for backend in BACKENDS if on_gpu else ():
@@ -126,6 +137,11 @@ def _variants(
         found["window triton"] = functools.partial(ours, kernels=kernels)
         best = "cudnn" if on_gpu else None
         found["1 group full"] = functools.partial(mixed, kernels=kernels, backend=best)
+    if opened is not None:
+        places = open_by_rule("position", opened, positions, 0)[0].nonzero().T
+        counts = torch.full((1,), places.shape[1], device=device)
+        half = found["window reference" if kernels is None else "window triton"]
+        found[f"window + {opened:.0%} open"] = functools.partial(beside, near=half)
     if on_gpu:
         found["window flex"] = _flex(context, window, device, scale)
     return found
@@ -149,10 +165,13 @@ def _flex(context: int, window: Window, device: torch.device, scale: float) -> C
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
 
 
-def _work(shape: Shape, context: int, window: Window, variant: str, dtype: torch.dtype, backward: bool) -> tuple[float, float]:
+def _work(
+    shape: Shape, context: int, window: Window, variant: str, dtype: torch.dtype, backward: bool, opened: float
+) -> tuple[float, float]:
     """(FLOPs on visible pairs, bytes in and out): backward has 2.5 times the forward's matmuls, and its forward."""
     groups_full = shape.kv_heads if variant.startswith("full") else 1 if variant.startswith("1 group") else 0
     pairs = groups_full * Full().visible_pairs(context) + (shape.kv_heads - groups_full) * window.visible_pairs(context)
-    flops = 4.0 * shape.head_dim * (shape.heads // shape.kv_heads) * pairs
+    few = opened * shape.kv_heads * Full().visible_pairs(context)
+    flops = 4.0 * shape.head_dim * (shape.heads // shape.kv_heads) * (pairs + few)
     moved = 2.0 * context * (shape.heads + shape.kv_heads) * shape.head_dim * dtype.itemsize
     return (3.5 * flops, 3 * moved) if backward else (flops, moved)

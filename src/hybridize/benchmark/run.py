@@ -22,13 +22,13 @@ from hybridize.geometry import geometry_of
 from hybridize.kernels.dispatch import kernels_for
 from hybridize.methods import flashmorph
 from hybridize.methods.nll import periodic_layers
-from hybridize.operators.specs import Linear, Window
+from hybridize.operators.specs import Gated, Linear, Window
 from hybridize.plan import AttentionPlan, Geometry, units_for_budget
 from hybridize.training.recipe import from_text
 
 PARTS = ("attention", "prefill", "decode", "train", "ragged", "batch", "indexed")
 DEFAULT_PARTS = PARTS[:5]  # the largest batch needs a GPU, indexed attention a budget of its own
-METHODS = ("nll", "igal", "flashmorph")
+METHODS = ("nll", "igal", "flashmorph", "l2a")
 RAGGED = 16  # rows of a batch of unequal lengths
 
 
@@ -39,7 +39,8 @@ class Bench:
     A part may have contexts of its own: "prefill:131072+262144".
     `method`: what the hybrid is like. "nll": `budget` is the share of full layers, the others run windows; "flashmorph": the
     others run `linear` ("KEY=VALUE,..." of its spec, or "default"); "igal": the share of groups that run `linear`, the others
-    re-based windows. None: "igal" where `linear` is given, else "nll".
+    re-based windows; "l2a": the share of tokens that every layer opens, evenly, behind a window without sinks. None: "igal"
+    where `linear` is given, else "nll".
     The part "indexed" takes `budget` as the share of query heads that retrieve, whatever the method.
     `stock`: transformers' own class too, which takes longest. `backward`: of attention alone.
     """
@@ -60,8 +61,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         shape_named(self.shape)
-        if self.kind not in METHODS or (self.kind == "nll" and self.linear is not None):
-            raise bad("method", self.method, f"one of {METHODS}, and no linear where it is 'nll'")
+        if self.kind not in METHODS or (self.kind in ("nll", "l2a") and self.linear is not None):
+            raise bad("method", self.method, f"one of {METHODS}, and no linear where it is 'nll' or 'l2a'")
         _ = Window(self.window, self.sinks), self.linear_spec
         if unknown := [part for part in self.named_parts if part not in PARTS]:
             raise bad("parts", unknown[0], f"some of {PARTS}")
@@ -77,7 +78,7 @@ class Bench:
 
     @property
     def linear_spec(self) -> Linear | None:
-        if self.kind == "nll":
+        if self.kind in ("nll", "l2a"):
             return None
         given = {"window": self.window, "sinks": self.sinks, **(flashmorph.LINEAR if self.kind == "flashmorph" else {})}
         return from_text(Linear, None if self.linear == "default" else self.linear, "linear", given)
@@ -85,6 +86,10 @@ class Bench:
     def hybrid(self, geometry: Geometry) -> tuple[str, AttentionPlan]:
         """(name, plan) of what is held against the base."""
         layers, groups, linear = geometry.layers, geometry.kv_heads, self.linear_spec
+        if self.kind == "l2a":
+            gated = Gated(self.window, "position", rate=self.budget)
+            plan = AttentionPlan.from_layers(geometry, [], gated, {"method": "bench"})
+            return f"{self.budget:.0%} of tokens open", plan
         if linear is None:
             keep = periodic_layers(layers, units_for_budget(layers, self.budget))[0]
             plan = AttentionPlan.from_layers(geometry, keep, Window(self.window, self.sinks), {"method": "bench"})
@@ -137,9 +142,12 @@ def bench(
     ceilings = Ceilings(**step("ceilings", measure_ceilings))
     pieces: list[tuple[str, Callable[[], Any]]] = []
     if "attention" in ask.named_parts:
+        opened = ask.budget if ask.kind == "l2a" else None
         for n in ask.named_parts["attention"]:
             given = (ask.shape, shape, n, window, device, dtype, ceilings)
-            pieces.append((f"attention-{n}", partial(attention_rows, *given, backward=ask.backward, seconds=ask.seconds)))
+            pieces.append(
+                (f"attention-{n}", partial(attention_rows, *given, backward=ask.backward, seconds=ask.seconds, opened=opened))
+            )
             pieces.append((f"attention-decode-{n}", partial(kernel_decode_rows, *given, ask.seconds)))
     for n in ask.named_parts.get("indexed", ()):
         one_layer = (ask.shape, shape, n, window, ask.budget, device, dtype, ceilings, ask.seconds)
