@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import hybridize as hz
 from conftest import make_base, make_hybrid, make_tokenizer
-from hybridize import adapting, pruning, workflows
+from hybridize import adapting, looking, pruning, workflows
 from hybridize.data.mixture import Mixture
 from hybridize.data.text import bundled_text
 from hybridize.evaluation import suite
@@ -151,7 +151,7 @@ def test_plans():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    for module in (workflows, suite, adapting, pruning):
+    for module in (workflows, suite, adapting, pruning, looking):
         monkeypatch.setattr(module, "load_text", lambda *_: [bundled_text("evaluation")[:6000]])
     make_base("llama").save_pretrained(tmp_path / "base")
     make_tokenizer().save_pretrained(tmp_path / "base")
@@ -175,7 +175,12 @@ def test_convert(capsys, folder, tmp_path):
     assert {(r["selector"], r["component"]) for r in metrics["rows"]} == {
         ("full", "all"), ("hybrid", "all"), ("far off", "far_off")}  # fmt: skip
     assert len(metrics["training"]["look"]["skip"]) == 3
-    assert "gated" in (tmp_path / "out" / "report.html").read_text()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "gated" in page and 'id="skip"' in page and 'id="closing"' in page
+    (row,) = metrics["closing"]
+    assert row["length"] == 760 and row["least"] <= row["closed"] <= row["most"]
+    full, near = hz.Full().visible_pairs(760), hz.Window(16, 0).visible_pairs(760)
+    assert row["pairs"] == pytest.approx(sum(near / full + 1 - share for share in row["layers"]) / 3)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert sum(".far.router." in name for name in stored) == 3
 
@@ -238,6 +243,7 @@ def test_prune(capsys, folder, tmp_path):
     said = json.loads(out)
     assert len(said["pruned"]) == 1 and said["closed"][said["pruned"][0]] == max(said["closed"])
     assert {row["selector"] for row in said["rows"]} == {"as it was", "pruned"}
+    assert 'id="closing"' in (tmp_path / "out" / "report.html").read_text()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     layer = said["pruned"][0]
     assert model.plan.gate(layer) is None and model.plan.cache_bytes(760) <= 0.7 * made.plan.cache_bytes(760)

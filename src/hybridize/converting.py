@@ -14,7 +14,7 @@ from hybridize.evaluation.suite import Proof, measures
 from hybridize.files import check_output_folder
 from hybridize.geometry import geometry_of
 from hybridize.indexing import index, sparsity_rows, with_trained
-from hybridize.looking import look
+from hybridize.looking import closing_rows, look
 from hybridize.methods import flashmorph, igal, l2a, nll, rtpurbo
 from hybridize.morphed import morph
 from hybridize.operators.specs import Gated, Indexed, Linear
@@ -109,6 +109,7 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
         with counted(seconds, "prove"):
             rows = prove(run, loaded, hybrid, plans, proof, terminal.report, todo)
             sparse = sparsity_rows(run, loaded, hybrid, proof, terminal.report)
+            closing = closing_rows(run, loaded, hybrid, proof, terminal.report)
         with counted(seconds, "save"):
             if options["link"]:
                 run.begin()
@@ -127,13 +128,24 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
         cost = {name: cost[name] + record[name] for name in cost}
     facts = {"model": model, **{name: recipe.label(name) for name, recipe in recipes.items() if recipe.tokens}}
     write_run(
-        run, f"{model} by {method}", chosen, scores, rows, seconds, facts, conversion=cost, training=trained, sparsity=sparse
+        run,
+        f"{model} by {method}",
+        chosen,
+        scores,
+        rows,
+        seconds,
+        facts,
+        conversion=cost,
+        training=trained,
+        sparsity=sparse,
+        closing=closing,
     )
     write_card(run.path / "README.md", base=model, plan=chosen, rows=rows, trained=bool(trained))
     lift_model(run)
     folder = run.finish()
     terminal.quality_table(rows)
     terminal.sparsity_table(sparse)
+    terminal.closing_table(closing)
     terminal.seconds_table(seconds)
     terminal.say(f"model: {folder}\nreport: {folder / 'report.html'}")
     terminal.result({"out": str(folder), "rows": rows, "seconds": seconds, "layers": chosen.kept_layers})

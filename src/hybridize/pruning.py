@@ -8,7 +8,7 @@ from typing import Any
 from hybridize.data.needles import needle_prompts
 from hybridize.data.text import load_text
 from hybridize.errors import bad
-from hybridize.evaluation.closing import closed_shares
+from hybridize.evaluation.closing import closed_shares, closing_row
 from hybridize.evaluation.suite import Proof
 from hybridize.files import check_output_folder
 from hybridize.methods.l2a import pruned_plan
@@ -55,7 +55,9 @@ def prune(terminal: Terminal, model: str, out: Path, threshold: float | None, bu
         with counted(seconds, "save"):
             save_model(run, loaded, hybrid, None, options["max_shard_size"])
     terminal.close()
-    write_run(run, f"{model}, pruned", chosen, None, rows, seconds, {"model": model}, closed=closed)
+    write_run(
+        run, f"{model}, pruned", chosen, None, rows, seconds, {"model": model}, closing=[closing_row(before, length, closed)]
+    )
     write_card(run.path / "README.md", base=model, plan=chosen, rows=rows, trained=True)
     lift_model(run)
     folder = run.finish()

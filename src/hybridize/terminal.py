@@ -87,6 +87,17 @@ class Terminal:
         if rows:
             self.console.print(table)
 
+    def closing_table(self, rows: Sequence[dict[str, Any]]) -> None:
+        """What gates left closed; nothing where there is none."""
+        table = Table(title="tokens that gates left closed")
+        shown = ("closed", "least", "most", "pairs")
+        for name in ("length", *shown):
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(f"{row['length']:,}", *(f"{100 * row[name]:.1f} %" for name in shown))
+        if rows:
+            self.console.print(table)
+
     def task_table(self, rows: Sequence[dict[str, Any]]) -> None:
         """RULER tasks and choice sets, a column a plan; nothing where none was measured."""
         rows = [row for row in rows if row["task"] not in ("needle", "perplexity")]

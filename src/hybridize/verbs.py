@@ -195,6 +195,7 @@ def write_run(
         seconds=seconds,
         training=more.get("training"),
         sparsity=more.get("sparsity"),
+        closing=more.get("closing"),
     )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from hybridize.data.needles import Prompt
+from hybridize.operators.specs import Full, Gated
+from hybridize.plan import AttentionPlan
 
 
 @torch.no_grad()
@@ -25,3 +27,24 @@ def closed_shares(
             progress(i + 1, len(prompts))
     gated = [model.plan.gate(layer) is not None for layer in range(layers)]
     return [total / len(prompts) if has else None for total, has in zip(sums, gated, strict=True)]
+
+
+def closing_row(plan: AttentionPlan, length: int, closed: Sequence[float | None]) -> dict[str, Any]:
+    """ "closed": mean share over gated layers, "least", "most"; "layers": of each, None where there is no gate; "pairs":
+    query-key pairs over full attention's, as many tokens open as were."""
+    shares = [share for share in closed if share is not None]
+    full = Full().visible_pairs(length)
+    pairs = 0.0
+    for layer, share in enumerate(closed):
+        for group in range(plan.geometry.kv_heads):
+            spec = plan.spec(layer, group)
+            seen = spec.near if isinstance(spec, Gated) else spec
+            pairs += seen.visible_pairs(length) + (0.0 if share is None else (1 - share) * full)
+    return {
+        "length": length,
+        "closed": sum(shares) / len(shares),
+        "least": min(shares),
+        "most": max(shares),
+        "pairs": pairs / (plan.geometry.layers * plan.geometry.kv_heads * full),
+        "layers": list(closed),
+    }

@@ -28,6 +28,7 @@ def write_report(
     seconds: dict[str, float] | None = None,
     training: Mapping[str, Mapping[str, Any]] | None = None,
     sparsity: Sequence[dict[str, Any]] | None = None,
+    closing: Sequence[dict[str, Any]] | None = None,
     dtype: str = "bfloat16",
 ) -> Path:
     """Write the page.
@@ -36,6 +37,7 @@ def write_report(
         rows: quality rows (design.md's results format); those of method "base" are the reference.
         facts: shown as name and value at the top.
         seconds: per phase. training: for each stage its record (report/training.py). sparsity: rows of evaluation/sparsity.py.
+        closing: rows of evaluation/closing.py.
     """
     base = AttentionPlan.base(plan.geometry)
     contexts = [2**i for i in range(10, 18)]
@@ -57,6 +59,7 @@ def write_report(
         score_unit=None if scores is None else scores.unit,
         training=training_parts(training, plan),
         sparsity=sparsity,
+        closing=closing,
         scorer=None if scores is None else scores.provenance.get("scorer"),
         cache_lines=costs("cache bytes over context", lambda p, n: p.cache_bytes(n, 1, dtype)),
         prefill_lines=costs("attention FLOPs of a prefill over context", AttentionPlan.prefill_flops),

@@ -12,14 +12,16 @@ from hybridize.report.charts import curve, paths, short
 
 
 def training_parts(training: Mapping[str, Mapping[str, Any]] | None, plan: AttentionPlan) -> dict[str, Any]:
-    """Charts and numbers by name, None where there is nothing to show: "losses", "gates", "recall", "selection"."""
+    """Charts and numbers by name, None where there is nothing to show: "losses", "gates", "recall", "selection", "skip"."""
     stages = training or {}
     named = {"gates" if "gates" in record else name: record for name, record in stages.items()}
     losses = {name: record["losses"] for name, record in named.items() if record.get("losses")}
     gates = [record["gates"] for record in stages.values() if record.get("gates")]
     watched = {name: record for name, record in stages.items() if record.get("recall")}
     chosen = stages.get("selection")
+    skips = [record["skip"] for record in stages.values() if record.get("skip")]
     return {
+        "skip": Markup(_skip(skips[0], plan)) if skips else None,
         "losses": Markup(curve(losses, "loss")) if losses else None,
         "gates": Markup(_gates(gates[0], plan)) if gates else None,
         "recall": [{"stage": name, "steps": r["recall"], "best": r["best_step"]} for name, r in watched.items()] or None,
@@ -32,6 +34,14 @@ COST = {"tokens": "", "passes": "", "flops": "FLOPs", "seconds": "s"}
 
 def _said(name: str, value: float) -> str:
     return f"{short(value) if name in ('tokens', 'flops') else format(value, '.1f')} {COST[name]}".strip()
+
+
+def _skip(path: Sequence[Any], plan: AttentionPlan) -> str:
+    """A line a gated layer; path [S][layers that were gated]."""
+    gated = [layer for layer in range(plan.geometry.layers) if plan.gate(layer) is not None]
+    numbers = gated if len(gated) == len(path[0]) else range(len(path[0]))
+    series = [(f"layer {layer}", [row[i] for row in path], True) for i, layer in enumerate(numbers)]
+    return paths(series, "closed tokens over steps")
 
 
 def _gates(path: Sequence[Any], plan: AttentionPlan) -> str:
