@@ -176,7 +176,7 @@ def test_convert(capsys, folder, tmp_path):
         ("full", "all"), ("hybrid", "all"), ("far off", "far_off")}  # fmt: skip
     assert len(metrics["training"]["look"]["skip"]) == 3
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "gated" in page and 'id="skip"' in page and 'id="closing"' in page
+    assert "9 of 9 groups look far where a gate opens the token" in page and 'id="skip"' in page and 'id="closing"' in page
     (row,) = metrics["closing"]
     assert row["length"] == 760 and row["least"] <= row["closed"] <= row["most"]
     full, near = hz.Full().visible_pairs(760), hz.Window(16, 0).visible_pairs(760)

@@ -140,7 +140,7 @@ def test_rtpurbo(capsys, folder, tmp_path, monkeypatch):
     assert {name: len(record["losses"]) for name, record in metrics["training"].items()} == {"index": 3, "distil": 2}
     assert [row["length"] for row in metrics["sparsity"]] == [760]
     page = (out / "report.html").read_text()
-    assert 'id="sparsity"' in page and "indexed by index of 4" in page
+    assert "groups find their tokens by an index" in page and 'id="sparsity"' in page and "indexed by index of 4" in page
     assert not (out / "training").exists()
 
     killed = tmp_path / "killed"

@@ -50,6 +50,7 @@ def write_report(
     html = template("page.html").render(
         title=title,
         plan=plan,
+        reaching=_reaching(plan),
         facts=facts or {},
         seconds=seconds or {},
         table=_summary(rows, names, plan, base, dtype),
@@ -90,6 +91,19 @@ def _score_chart(scores: Scores, plan: AttentionPlan) -> str:
     far = set(plan.far_groups)
     kept = [[(i, j) in far for j in range(len(row)) for _ in range(heads)] for i, row in enumerate(plan.assignment)]
     return grid(scores.values.tolist(), kept, scores.unit, f"score of each {scores.unit}")
+
+
+REACHING = {
+    "linear": "have a linear state",
+    "indexed": "find their tokens by an index",
+    "gated": "look far where a gate opens the token",
+}
+
+
+def _reaching(plan: AttentionPlan) -> list[tuple[int, str]]:
+    """(groups, how they reach beyond a window), but for those that are the base's."""
+    kinds = [plan.operators[name].kind for row in plan.assignment for name in row]
+    return [(kinds.count(kind), how) for kind, how in REACHING.items() if kind in kinds]
 
 
 def _summary(
