@@ -184,6 +184,11 @@ def test_convert(capsys, folder, tmp_path):
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert sum(".far.router." in name for name in stored) == 3
 
+    given = ["--test-prompts", 2, "--lengths", 760, "--perplexity-windows", 0]
+    code, _, err = run(capsys, "eval", tmp_path / "out", "--out", tmp_path / "eval", *given)
+    assert code == 0, err
+    assert json.loads((tmp_path / "eval" / "metrics.json").read_text())["closing"] == metrics["closing"]
+
     code, _, err = run(capsys, "convert", folder, "--out", tmp_path / "standard", *WORDS, "--control", "standard")
     assert code == 0, err
     control = AutoModelForCausalLM.from_pretrained(tmp_path / "standard")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from hybridize.errors import bad
 from hybridize.evaluation.estimate import estimate
 from hybridize.evaluation.suite import Measure, Proof, measures
 from hybridize.files import write_json
+from hybridize.indexing import sparsity_rows
+from hybridize.looking import closing_rows
 from hybridize.options import lengths_of, load_model, proof_of
 from hybridize.plan import AttentionPlan
 from hybridize.report.comparison import summary, write_comparison
@@ -25,6 +28,9 @@ from hybridize.runs import RunFolder, quiet_libraries
 from hybridize.terminal import Terminal
 from hybridize.verbs import note_resume, write_run
 from hybridize.workflows import check_lengths, counted, hybrid_of, prove
+
+# what an index chooses, what gates leave closed
+CHOOSING: dict[str, Callable[..., list[dict[str, Any]]]] = {"sparsity": sparsity_rows, "closing": closing_rows}
 
 
 def evaluate(terminal: Terminal, model: str, out: Path, plan: Path | None, without: list[str] | None, **options: Any) -> None:
@@ -58,11 +64,15 @@ def evaluate(terminal: Terminal, model: str, out: Path, plan: Path | None, witho
         seconds: dict[str, float] = {}
         with counted(seconds, "prove"):
             rows = prove(run, loaded, hybrid, plans, proof, terminal.report, asked)
+            with hybrid.temporary_plan(chosen):
+                seen = {name: make(run, loaded, hybrid, proof, terminal.report) for name, make in CHOOSING.items()}
     terminal.close()
-    write_run(run, model, chosen, None, rows, seconds, {"model": model}, **run.where)
+    write_run(run, model, chosen, None, rows, seconds, {"model": model}, **seen, **run.where)
     folder = run.finish()
     terminal.quality_table(rows)
     terminal.task_table(rows)
+    terminal.sparsity_table(seen["sparsity"])
+    terminal.closing_table(seen["closing"])
     terminal.say(f"report: {folder / 'report.html'}")
     terminal.result({"out": str(folder), "rows": rows, "seconds": seconds})
 
