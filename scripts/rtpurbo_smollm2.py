@@ -26,6 +26,7 @@ from hybridize.training.recipe import recipes_from_text
 from hybridize.workflows import Selection, compute_scores, hybrid_of, prove
 
 SELECTED = ("oracle", "dense", "top-k", "pages", "random")
+HEADS = ("lowest", "random-heads-0")  # other heads, dense
 
 
 def arguments():
@@ -36,6 +37,7 @@ def arguments():
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--dense-below", type=int, default=512)
     parser.add_argument("--top-p", default="0.9,0.8,0.95", help="the first one gives the number of tokens of the controls")
+    parser.add_argument("--controls", default=",".join((*SELECTED, *HEADS, "all-window")))
     parser.add_argument("--lengths", default="1024,2048,4096,8192")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--perplexity-windows", type=int, default=16)
@@ -68,6 +70,9 @@ def proof_of(args):
 def main():
     args = arguments()
     proof, levels = proof_of(args), [float(p) for p in args.top_p.split(",")]
+    controls = args.controls.split(",")
+    if unknown := set(controls) - {*SELECTED, *HEADS, "all-window"}:
+        raise SystemExit(f"--controls: got {sorted(unknown)}")
     recipes = recipes_from_text(args.train, rtpurbo.STAGES)
     config = {name: value for name, value in vars(args).items() if name not in ("out", "overwrite", "choice")}
     run = RunFolder(args.out, {"script": "rtpurbo_smollm2", **config}, args.overwrite)
@@ -91,13 +96,14 @@ def main():
             model.set_plan(plan)
             first = sparsity_rows(run, loaded, model, proof, step="sparsity-first")
             count = max(args.block, round(first[-1]["tokens"] / args.block) * args.block)
-            for control in SELECTED:
+            for control in filter(controls.__contains__, SELECTED):
                 fixed = replace(spec, max_tokens=0 if control in ("oracle", "dense") else count)
                 names[control] = rtpurbo.rtpurbo_plan(scores, base, fixed, args.ratio, control)
-            for control in ("lowest", "random-heads-0"):
+            for control in filter(controls.__contains__, HEADS):
                 dense = replace(spec, select="all")
                 names[f"{control}, dense"] = rtpurbo.rtpurbo_plan(scores, base, dense, args.ratio, control)
-            names["all-window"] = rtpurbo.rtpurbo_plan(None, base, spec, args.ratio, "all-window")
+            if "all-window" in controls:
+                names["all-window"] = rtpurbo.rtpurbo_plan(None, base, spec, args.ratio, "all-window")
             names = {name: with_trained(each, trained) for name, each in names.items()}
             rows = prove(run, loaded, model, {"full": base, **names}, proof, asked=todo)
             for name, each in names.items():
