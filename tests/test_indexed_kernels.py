@@ -16,6 +16,7 @@ from hybridize.operators.choosing import chosen as chosen_tokens
 from hybridize.operators.dense import explicit_attention
 
 pytest.importorskip("triton")
+from hybridize.kernels import indexed
 from hybridize.kernels.indexed import choose, indexed_attention, indexed_token_attention
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -78,8 +79,11 @@ def test_indexed_kernel_is_the_reference(case):
     assert mask.float().mean() < (torch.isfinite(indexed_case(case)[3])).float().mean()  # something was left out
 
 
+@pytest.mark.parametrize("pieces", [(128, 1024), (2, 4)])  # blocks of a part, and read together
 @pytest.mark.parametrize("case", INDEXED)
-def test_indexed_token_kernel_is_the_reference(case):
+def test_indexed_token_kernel_is_the_reference(case, pieces, monkeypatch):
+    for name, value in zip(("PICK_AT_ONCE", "PICK_WIDE"), pieces, strict=True):
+        monkeypatch.setattr(indexed, name, value)
     (q, k, v, index_q, index_k, which, starts, dense), how, mask, _ = indexed_case(case)
     for back in (1, 17):  # the last token, and one in the middle of a block
         at = q.shape[2] - back

@@ -12,13 +12,16 @@ from hybridize.errors import bad
 from hybridize.kernels.decode_triton import join_kernel
 from hybridize.kernels.dispatch import HEAD_DIMS, INDEX_BLOCKS, head_dim_fits, index_tile_fits
 from hybridize.kernels.indexed_backward_triton import index_dkv_kernel, index_dq_kernel
-from hybridize.kernels.indexed_decode_triton import pick_kernel, read_kernel, scan_kernel
+from hybridize.kernels.indexed_decode_triton import pick_kernel, read_kernel, scan_kernel, tally_kernel
 from hybridize.kernels.indexed_triton import attend_kernel, choose_kernel
 from hybridize.kernels.memory import PROGRAMS, dense, heads_inside, strides
 from hybridize.kernels.window_triton import LOG2E
 from hybridize.operators.choosing import BINS, WIDTH
 
-PICK_AT_ONCE = 128  # blocks that the choice for one token looks at together
+SCAN_PROGRAMS = 4 * PROGRAMS  # an index key is short: what few programs have on its way would not fill the memory's time
+PICK_AT_ONCE = 128  # blocks that go into a histogram together
+PICK_PARTS = 64  # programs at most that share the choice of one head, each of PICK_AT_ONCE blocks at least
+PICK_WIDE = 1024  # blocks whose largest scores are read together
 
 
 def indexed_attention(
@@ -140,7 +143,7 @@ def indexed_token_attention(
     (b, h, _, d), (g, columns), hp = q.shape, k.shape[1:3], len(which)
     blocks, device = triton.cdiv(columns, block), q.device
     shape = _shape(index_q, g, block)
-    parts = max(1, min(PROGRAMS // (b * g), blocks))
+    parts = max(1, min(SCAN_PROGRAMS // (b * g), blocks))
     tops, masses = (torch.empty(b, h, blocks, dtype=torch.float32, device=device) for _ in "tm")
     scan_kernel[(parts * b * g,)](
         index_q, index_k, tops, masses, positions, *index_q.stride()[:2], *strides(index_k), g, blocks, parts,
@@ -148,9 +151,16 @@ def indexed_token_attention(
     )  # fmt: skip
     listed = torch.empty(b, hp, blocks, dtype=torch.int32, device=device)
     found = torch.empty(b, hp, dtype=torch.int32, device=device)
-    pick_kernel[(b * hp,)](
-        tops, masses, listed, found, which, positions, dense_until, hp, h, blocks, sinks, top_p,
-        BLOCK=block, AT_ONCE=PICK_AT_ONCE, BINS=BINS, WIDTH=WIDTH, num_warps=8,
+    parts = max(1, min(PICK_PARTS, triton.cdiv(blocks, PICK_AT_ONCE)))
+    peaks = torch.empty(b, hp, dtype=torch.float32, device=device)
+    held = torch.empty(b, hp, parts, BINS, dtype=torch.float32, device=device)
+    how = {"BLOCK": block, "WIDE": PICK_WIDE, "BINS": BINS, "WIDTH": WIDTH}
+    tally_kernel[(parts * b * hp,)](
+        tops, masses, peaks, held, which, positions, hp, h, blocks, sinks, parts, AT_ONCE=PICK_AT_ONCE, **how, num_warps=4
+    )
+    pick_kernel[(parts * b * hp,)](
+        tops, peaks, held, listed, found, which, positions, dense_until, hp, h, blocks, sinks, top_p, parts,
+        PARTS=PICK_PARTS, **how, num_warps=8,
     )  # fmt: skip
     splits = max(1, min(PROGRAMS // (b * hp), blocks))
     pieces = torch.empty(b, hp, splits, d, dtype=torch.float32, device=device)

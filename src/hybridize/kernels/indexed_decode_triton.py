@@ -1,8 +1,9 @@
 """Indexed attention of one decoded token in Triton: scores of all blocks, the choice among them, attention to what is chosen.
 
-Three kernels, all of static shape: the first reads index keys once a group, split over the context; the second has one program
-a row and head, which finds the limit and lists the blocks within it; the third splits that list evenly, however long it is
-(its length is read on the device, so that a captured graph stays right), and parts are joined as full attention's are.
+Four kernels, all of static shape: the first reads index keys once a group, split over the context; the second makes histograms
+of parts of it, the third finds the limit from all of them and lists the blocks within it; the fourth splits that list evenly,
+however long it is (its length is read on the device, so that a captured graph stays right), and parts are joined as full
+attention's are. Sums have one fixed order: no atomics.
 """
 
 from __future__ import annotations
@@ -41,38 +42,78 @@ def scan_kernel(
 
 
 @triton.jit
-def pick_kernel(
-    TOPS, MASSES, LIST, FOUND, HEADS, STARTS, DENSE, HP, H, blocks, sinks, top_p,
-    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, BINS: tl.constexpr, WIDTH: tl.constexpr,
+def highest(TOPS, base, count, WIDE: tl.constexpr):
+    """M: the largest score of all blocks."""
+    a = tl.arange(0, WIDE)
+    top = tl.full([WIDE], float("-inf"), tl.float32)
+    for first in range(0, count, WIDE):
+        top = tl.maximum(top, tl.load(TOPS + base + first + a, mask=first + a < count, other=float("-inf")))
+    return tl.max(top, 0)
+
+
+@triton.jit
+def tally_kernel(
+    TOPS, MASSES, PEAKS, HELD, HEADS, STARTS, HP, H, blocks, sinks, parts,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, WIDE: tl.constexpr, BINS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """LIST [B, H', blocks], ascending, and FOUND [B, H'], its length: the blocks that each head sees."""
-    bh = tl.program_id(0).to(tl.int64)
+    """PEAKS [B, H']: M. HELD [B, H', parts, BINS]: each part's histogram of shares by bin of M - m_b."""
+    part, bh = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
     b = bh // HP
-    n, dense = tl.load(STARTS + b).to(tl.int32), tl.load(DENSE + b).to(tl.int32)
-    base = (b * H + tl.load(HEADS + bh % HP)) * blocks
+    n, base = tl.load(STARTS + b).to(tl.int32), (b * H + tl.load(HEADS + bh % HP)) * blocks
     a, bins, count = tl.arange(0, AT_ONCE), tl.arange(0, BINS), n // BLOCK + 1
-    highest = tl.full([AT_ONCE], float("-inf"), tl.float32)
-    for first in range(0, count, AT_ONCE):
-        highest = tl.maximum(highest, tl.load(TOPS + base + first + a, mask=first + a < count, other=float("-inf")))
-    peak = tl.max(highest, 0)
-    held = tl.zeros([1, BINS], tl.float32)
-    for first in range(0, count, AT_ONCE):
-        here = first + a < count
+    peak = highest(TOPS, base, count, WIDE)
+    each = tl.cdiv(count, parts)
+    stop = tl.minimum((part + 1) * each, count)
+    held = tl.zeros([BINS], tl.float32)
+    for first in range(part * each, stop, AT_ONCE):
+        here = first + a < stop
         top = tl.load(TOPS + base + first + a, mask=here, other=float("-inf"))
         mass = tl.load(MASSES + base + first + a, mask=here, other=0.0) * tl.exp2((top - peak) * LOG2E)
         below = tl.where(always_seen((first + a) * BLOCK, n, sinks, BLOCK), 0.0, peak - top)
         mine = tl.minimum(below / WIDTH, BINS - 1).to(tl.int32)
-        held += tl.sum(tl.where(mine[:, None] == bins[None, :], mass[:, None], 0.0), 0)[None, :]
+        held += tl.sum(tl.where(mine[:, None] == bins[None, :], mass[:, None], 0.0), 0)
+    tl.store(HELD + (bh * parts + part) * BINS + bins, held)
+    tl.store(PEAKS + bh, peak, mask=part == 0)
+
+
+@triton.jit
+def taken_blocks(TOPS, base, first, stop, n, sinks, peak, limit, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """(numbers of the WIDE blocks from `first` on, 1 for those that are seen)."""
+    block = first + tl.arange(0, WIDE)
+    here = block < stop
+    top = tl.load(TOPS + base + block, mask=here, other=float("-inf"))
+    seen = (peak - top < limit) | always_seen(block * BLOCK, n, sinks, BLOCK)
+    return block, (seen & here).to(tl.int32)
+
+
+@triton.jit
+def pick_kernel(
+    TOPS, PEAKS, HELD, LIST, FOUND, HEADS, STARTS, DENSE, HP, H, blocks, sinks, top_p, parts,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, BINS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """LIST [B, H', blocks], ascending, and FOUND [B, H'], its length: the blocks that each head sees.
+
+    A part lists its own blocks; how many stand before them it counts by itself.
+    """
+    part, bh = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
+    b = bh // HP
+    n, dense = tl.load(STARTS + b).to(tl.int32), tl.load(DENSE + b).to(tl.int32)
+    base, count = (b * H + tl.load(HEADS + bh % HP)) * blocks, n // BLOCK + 1
+    each_part, bins = tl.arange(0, PARTS), tl.arange(0, BINS)
+    at = HELD + (bh * parts + each_part[:, None]) * BINS + bins[None, :]
+    held = tl.sum(tl.load(at, mask=(each_part < parts)[:, None], other=0.0), 0)[None, :]
     limit = tl.where(n < dense, float("inf"), tl.max(limit_of(held, top_p, BINS, WIDTH), 0))
-    found = 0
-    for first in range(0, count, AT_ONCE):
-        here = first + a < count
-        top = tl.load(TOPS + base + first + a, mask=here, other=float("-inf"))
-        taken = (peak - top < limit) | always_seen((first + a) * BLOCK, n, sinks, BLOCK)
-        taken = (taken & here).to(tl.int32)
-        tl.store(LIST + bh * blocks + found + tl.cumsum(taken, 0) - 1, first + a, mask=taken > 0)
+    peak, each, found = tl.load(PEAKS + bh), tl.cdiv(count, parts), 0
+    start = tl.minimum(part * each, count)
+    stop = tl.minimum(start + each, count)
+    for first in range(0, start, WIDE):
+        _, taken = taken_blocks(TOPS, base, first, start, n, sinks, peak, limit, BLOCK, WIDE)
         found += tl.sum(taken, 0)
-    tl.store(FOUND + bh, found)
+    for first in range(start, stop, WIDE):
+        block, taken = taken_blocks(TOPS, base, first, stop, n, sinks, peak, limit, BLOCK, WIDE)
+        tl.store(LIST + bh * blocks + found + tl.cumsum(taken, 0) - 1, block, mask=taken > 0)
+        found += tl.sum(taken, 0)
+    tl.store(FOUND + bh, found, mask=part == parts - 1)
 
 
 @triton.jit
