@@ -15,6 +15,8 @@ data = json.loads(source.read_text()) | {"name": name}
 data["command"] = re.sub(r"/\S*/(?=\S)", "", data["command"])
 for entry in data.get("entries", []):
     entry["source"] = Path(entry["source"]).name
+if "text" in data.get("asked", {}):
+    data["asked"]["text"] = Path(data["asked"]["text"]).name
 for field in ("choice", "perplexity", "long", "qa"):
     if field in data.get("prove", {}):
         data["prove"][field] = [Path(file).name for file in data["prove"][field]]

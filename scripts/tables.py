@@ -174,6 +174,24 @@ def base_ruler(data):
     return table(["task", *lengths], body)
 
 
+def rtpurbo(data):
+    """One row a plan: needles, RULER and perplexity, and what its index chose at the longest length."""
+    rows = [r for r in data["rows"] if r["depth"] is None]
+    lengths = sorted({r["context"] for r in rows if r["task"] == "needle"})
+    heads = [(task, n) for task in dict.fromkeys(r["task"] for r in rows if r["task"] != "perplexity") for n in lengths]
+    body = []
+    for name in dict.fromkeys(r["selector"] for r in rows):
+        mine = [r for r in rows if r["selector"] == name]
+        found = [next(interval(r, 2) for r in mine if (r["task"], r["context"]) == head) for head in heads]
+        whole = next(r for r in mine if r["task"] == "perplexity" and r["positions"] == [0, r["context"]])
+        chose = (data["sparsity"].get(name) or [None])[-1]
+        share = ["", ""] if chose is None else [f"{100 * chose[key]:.0f} %" for key in ("chosen", "captured")]
+        pairs = f"{100 * (chose['pairs'] if chose else mine[0]['prefill_ratio']):.0f} %"
+        body.append([name, *found, f"{whole['score']:.2f}", *share, pairs, f"{100 * mine[0]['cache_ratio']:.0f} %"])
+    tasks = [f"{task.removeprefix('niah_')}, {n // 1024}K" for task, n in heads]
+    return table(["what chooses", *tasks, "perplexity", "chosen", "captured", "pairs", "cache"], body)
+
+
 def base_sets(data):
     body = []
     for row in data["rows"]:
@@ -311,6 +329,7 @@ TABLES = {
         "igal-cpu-multikey": (needles, "igal_cpu_multikey"),
         "igal-cpu-unseen": (needles, "igal_cpu_unseen"),
     },
+    "docs/rtpurbo.md": {"rtpurbo-cpu": (rtpurbo, "rtpurbo_cpu_smollm2")},
     "docs/nll.md": {
         "nll-main": (nll_main, "nll_smollm2"),
         "nll-explore": (nll_explore, "nll_smollm2"),
