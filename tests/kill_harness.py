@@ -75,7 +75,7 @@ def run(model, out):
         prompts=2, length="760", text="calibration", seed=1, batch_tokens=1024, test_prompts=1, lengths="760",
         plan=None, scores=None, link=False, max_shard_size="5GB", dtype="auto", device_map=None,
         trust_remote_code=False, dry_run=False, overwrite=True, beyond=False,
-        linear="dim=4" if igal else None, indexed=None, top_p=None, gated=None,
+        linear="dim=4" if igal else None, indexed=None, top_p=None, gated=None, context=None, rope_theta=None,
         control=None, train=TRAIN if igal else None, train_text=None,
     )  # fmt: skip
 

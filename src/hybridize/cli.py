@@ -173,6 +173,12 @@ def convert(
     gated: Annotated[
         str | None, typer.Option(help="l2a's layers, KEY=VALUE,..., as tau=0.1,leak=0.1,share_projections=true,init=identity.")
     ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="l2a: tokens to reach beyond the base's context, and of each row of training.")
+    ] = None,
+    rope_theta: Annotated[
+        float | None, typer.Option(help="l2a: RoPE base for that context; default the least that covers it.")
+    ] = None,
     control: Annotated[
         str | None, typer.Option(help="igal, rtpurbo, l2a: another plan, trained the same (docs/): all-window, lowest, ...")
     ] = None,

@@ -66,7 +66,7 @@ def candidates(run: RunFolder, asked: Comparison, loaded: Loaded, model: Any, re
     found = {}
     for entry in sorted(asked.entries, key=lambda e: e.source in SCORERS):  # what may be refused comes before the work
         made = _candidate(run, entry, asked, loaded, model, base, match, report)
-        made.plan.check_base(base.geometry)
+        made.plan.check_base(base.geometry, descends=made.folder is not None)
         for part in entry.without:
             made.plan = made.plan.without(part)
         made.without = entry.without

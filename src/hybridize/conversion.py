@@ -55,6 +55,14 @@ def convert(model: PreTrainedModel, plan: AttentionPlan) -> Any:
     return hybrid
 
 
+def extended(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
+    """A base model, in place, under a config that differs in RoPE and context alone (`rope.raised`); to be trained."""
+    rotary: Any = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config).to(rotary.inv_freq.device)
+    model.config = config
+    return model
+
+
 def _adopt(target: nn.Module, source: nn.Module, names: tuple[str, ...]) -> None:
     for name in names:
         if hasattr(source, name):

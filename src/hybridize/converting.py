@@ -8,9 +8,10 @@ from typing import Any
 
 from hybridize import checkpoint
 from hybridize.adapting import adapt
-from hybridize.conversion import memory_estimate
+from hybridize.conversion import extended, memory_estimate
 from hybridize.errors import bad
 from hybridize.evaluation.suite import Proof, measures
+from hybridize.families import HYBRID_TYPES
 from hybridize.files import check_output_folder
 from hybridize.geometry import geometry_of
 from hybridize.indexing import index, sparsity_rows, with_trained
@@ -21,6 +22,7 @@ from hybridize.operators.specs import Gated, Indexed, Linear
 from hybridize.options import lengths_of, load_model, read_config, selection_of
 from hybridize.plan import AttentionPlan, units_for_budget
 from hybridize.report.card import write_card
+from hybridize.rope import raised
 from hybridize.runs import RunFolder, quiet_libraries
 from hybridize.scores import Scores
 from hybridize.scoring.scorers import DEFAULT_SELECTOR, SCORERS
@@ -28,7 +30,7 @@ from hybridize.terminal import Terminal
 from hybridize.training.forecast import forecast
 from hybridize.training.recipe import Recipe, from_text, recipes_from_text
 from hybridize.verbs import lift_model, note_resume, save_model, show_plan, write_run
-from hybridize.workflows import Selection, compute_scores, cost_rows, counted, hybrid_of, plan_of_scores, prove
+from hybridize.workflows import Selection, compute_scores, cost_rows, counted, hybrid_of, plan_of_scores, prove, reference
 
 METHODS = {
     "nll": nll.DEFAULTS, "igal": igal.DEFAULTS, "flashmorph": flashmorph.DEFAULTS, "rtpurbo": rtpurbo.DEFAULTS,
@@ -39,11 +41,12 @@ METHODS = {
 def convert(terminal: Terminal, model: str, out: Path, method: str, **options: Any) -> None:
     """Score, plan, train where the method does, prove, save."""
     ask, recipes = asked_of(method, options)
-    proof = Proof(options["test_prompts"], lengths_of(options["lengths"]), beyond=options["beyond"])
+    beyond = options["beyond"] or options["context"] is not None  # the base is measured as far as it was trained
+    proof = Proof(options["test_prompts"], lengths_of(options["lengths"]), beyond=beyond)
     given = Scores.load(options["scores"]) if options["scores"] is not None else None
     fixed = AttentionPlan.load(options["plan"]) if options["plan"] is not None else None
     if options["dry_run"]:
-        _dry_run(terminal, model, method, ask, given, fixed, options["trust_remote_code"])
+        _dry_run(terminal, model, method, ask, given, fixed, options)
         for name, recipe in recipes.items():
             terminal.say(f"{name}: {recipe.label(name)}; {recipe.tokens:,} tokens")
         return
@@ -51,12 +54,18 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
     config: dict[str, Any] = {"verb": "convert", "model": model, "method": method, "link": options["link"]}
     config |= {"select": ask.as_config(), "prove": proof.as_config()}
     config |= {"scores": str(options["scores"]), "plan": str(options["plan"])}
+    config |= {name: options[name] for name in ("context", "rope_theta") if options[name] is not None}
     config["train"] = {"text": text, **{name: vars(recipe) for name, recipe in recipes.items()}} if recipes else None
     with quiet_libraries():
         check_output_folder(out, options["overwrite"])
         loaded = load_model(model, options)
+        longer = _longer_config(loaded.model.config, options)
         hybrid = hybrid_of(loaded)
-        base = AttentionPlan.base(hybrid.plan.geometry)
+        own = base = AttentionPlan.base(hybrid.plan.geometry)
+        if longer is not None:
+            base = AttentionPlan.base(geometry_of(longer))
+            if not options["beyond"]:
+                base.check_context(max(proof.lengths), "length")
         per_layer = {"layer": 1, "group": base.geometry.kv_heads, "head": base.geometry.heads}
         # heads become groups, but for RTPurbo
         units = base.geometry.layers * per_layer["group" if ask.asked_unit == "head" and not ask.indexed else ask.asked_unit]
@@ -71,13 +80,15 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
         note_resume(terminal, run)
         seconds: dict[str, float] = {}
         trained: dict[str, Any] = {}
-        todo, scores = measures(loaded.tokenizer, proof, run.step), given
+        todo, scores, before = measures(loaded.tokenizer, proof, run.step), given, None
         with counted(seconds, "score"):
             if scores is None and fixed is None and ask.needs_scores and method != "flashmorph":
                 scores = compute_scores(run, loaded, hybrid, ask, terminal.report)
         if recipes:
             with counted(seconds, "prove"):  # while the weights are still the base's
-                prove(run, loaded, hybrid, {"full": base}, proof, terminal.report, todo)
+                before = reference(run, hybrid, own, proof, todo, terminal.report)
+        if longer is not None:
+            hybrid = hybrid_of(replace(loaded, model=extended(loaded.model, longer)))
         with counted(seconds, "train"):
             if method == "flashmorph" and ask.linear is not None:
                 everything = AttentionPlan.from_layers(base.geometry, [], ask.linear)  # the most that is trained at once
@@ -85,6 +96,8 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
                 scores, chosen, trained = morph(run, loaded, hybrid, ask, recipes, text, given, fixed, terminal.report)
             else:
                 chosen = fixed or plan_of_scores(scores, base, ask)
+                if longer is not None:
+                    chosen = chosen.extended_from(own.geometry)
             if method == "igal":
                 _say_forecast(terminal, hybrid, recipes, chosen)
                 trained = adapt(run, loaded, hybrid, chosen, recipes["train"], text, terminal.report)
@@ -98,7 +111,7 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
                 _say_forecast(terminal, hybrid, recipes, chosen)
                 trained = look(run, loaded, hybrid, chosen, recipes["look"], text, terminal.report)
                 chosen = with_trained(chosen, trained)
-        plans = {"full": base, "hybrid": chosen}
+        plans = {"hybrid": chosen} if before is not None else {"full": base, "hybrid": chosen}
         if trained and any(spec.kind == "linear" for spec in chosen.specs()):
             plans["state off"] = chosen.without("linear")
         if any(spec.kind == "indexed" for spec in chosen.specs()):
@@ -107,7 +120,7 @@ def convert(terminal: Terminal, model: str, out: Path, method: str, **options: A
             plans["far off"] = chosen.without("far")
         hybrid.set_plan(chosen)
         with counted(seconds, "prove"):
-            rows = prove(run, loaded, hybrid, plans, proof, terminal.report, todo)
+            rows = prove(run, loaded, hybrid, plans, proof, terminal.report, todo, before)
             sparse = sparsity_rows(run, loaded, hybrid, proof, terminal.report)
             closing = closing_rows(run, loaded, hybrid, proof, terminal.report)
         with counted(seconds, "save"):
@@ -166,6 +179,7 @@ def asked_of(method: str, options: dict[str, Any]) -> tuple[Selection, dict[str,
         "rtpurbo": ("linear", "gated"),
         "l2a": ("linear", "indexed", "top_p", "selector", "budget", "sinks", "sink_positions", "unit", "scores"),
     }.get(method, ("indexed", "top_p", "gated"))
+    foreign += () if method == "l2a" else ("context", "rope_theta")
     if given := [name for name in foreign if options[name] is not None]:
         raise bad(given[0].replace("_", "-"), options[given[0]], f"nothing: --method {method} does not have it")
     if method != "nll" and options["link"]:
@@ -192,7 +206,11 @@ def asked_of(method: str, options: dict[str, Any]) -> tuple[Selection, dict[str,
     if method == "l2a":
         gated = from_text(Gated, options["gated"], "gated", {"window": ask.window})
         l2a.check_control(options["control"])
-        return replace(ask, gated=gated, control=options["control"]), recipes_from_text(options["train"], l2a.STAGES)
+        if options["rope_theta"] is not None and options["context"] is None:
+            raise bad("rope-theta", options["rope_theta"], "nothing without --context, the tokens it is to cover")
+        recipes = recipes_from_text(options["train"], l2a.stages(options["context"]))
+        l2a.check_stage(recipes["look"], options["context"])
+        return replace(ask, gated=gated, control=options["control"]), recipes
     linear = from_text(Linear, options["linear"], "linear", near)
     ask = replace(ask, linear=linear, control=options["control"])
     _ = ask.needs_scores  # an unknown control is refused before anything is loaded
@@ -215,6 +233,15 @@ def _rtpurbo(ask: Selection, options: dict[str, Any]) -> tuple[Selection, dict[s
     return replace(ask, indexed=indexed, control=options["control"]), recipes_from_text(options["train"], rtpurbo.STAGES)
 
 
+def _longer_config(config: Any, options: dict[str, Any]) -> Any:
+    """The base's config for the context that is asked for; None: its own is."""
+    if options["context"] is None:
+        return None
+    if config.model_type in HYBRID_TYPES:
+        raise bad("context", options["context"], "nothing with a converted model: it has a context of its own")
+    return raised(config, options["context"], options["rope_theta"])
+
+
 def _say_forecast(terminal: Terminal, model: Any, recipes: dict[str, Recipe], plan: AttentionPlan) -> None:
     for each in forecast(model, recipes.items(), plan):
         terminal.say(each.text())
@@ -227,10 +254,11 @@ def _dry_run(
     ask: Selection,
     given: Scores | None,
     fixed: AttentionPlan | None,
-    trust: bool,
+    options: dict[str, Any],
 ) -> None:
     with quiet_libraries():
-        config = read_config(model, trust)
+        config = read_config(model, options["trust_remote_code"])
+    config = _longer_config(config, options) or config
     base = AttentionPlan.base(geometry_of(config))
     if fixed is not None:
         fixed.check_base(base.geometry)

@@ -12,9 +12,9 @@ import yaml
 
 from hybridize.errors import HybridizeError, bad
 from hybridize.evaluation.suite import Proof
-from hybridize.loading import check_rope
 from hybridize.methods.baselines import BASELINES
 from hybridize.options import lengths_of, ruler_tasks
+from hybridize.rope import check_rope
 from hybridize.scoring.scorers import SCORERS
 from hybridize.workflows import CONTEXTS, Selection
 

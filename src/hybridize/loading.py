@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from hybridize.errors import HybridizeError, bad
 from hybridize.families import HYBRID_TYPES, family_of
+from hybridize.rope import stretched
 
 DEFAULT = "smollm2"
-ROPES = ("yarn", "linear", "dynamic")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -63,7 +62,7 @@ def load(
     Args:
         dtype: "auto" (the checkpoint's; bfloat16 for GGUF), "float32", "bfloat16" or "float16".
         device_map: as transformers takes it ("auto", "cuda", "cpu"); None: CPU.
-        rope: scaling for contexts beyond the trained one, {"rope_type": one of ROPES, "factor"}.
+        rope: scaling for contexts beyond the trained one, {"rope_type", "factor"} (rope.stretched).
 
     Raises:
         HybridizeError: nothing there, an unsupported family, corrupted weights, or a device that is not there.
@@ -91,36 +90,6 @@ def load(
         raise HybridizeError(f"model: the weights of {source} are corrupted or truncated ({error})") from error
     except (OSError, ValueError, RuntimeError) as error:
         raise HybridizeError(f"model: could not load {source!r}: {error}") from error
-
-
-def check_rope(rope: Any) -> None:
-    """Refuse what `stretched` could not read.
-
-    Raises:
-        HybridizeError: an unknown type, or a factor that is not above 1.
-    """
-    if not isinstance(rope, Mapping) or set(rope) != {"rope_type", "factor"} or rope["rope_type"] not in ROPES:
-        raise bad("rope", rope, f"a mapping of rope_type (one of {ROPES}) and factor")
-    if not isinstance(rope["factor"], (int, float)) or isinstance(rope["factor"], bool) or rope["factor"] <= 1:
-        raise bad("rope.factor", rope["factor"], "a number above 1")
-
-
-def stretched(config: Any, rope: Mapping[str, Any]) -> Any:
-    """A copy of a config whose RoPE reaches `factor` times as far: YaRN, linear interpolation or dynamic NTK, untrained.
-
-    Raises:
-        HybridizeError: the config's RoPE is scaled already.
-    """
-    check_rope(rope)
-    made = copy.deepcopy(config)
-    before = dict(made.rope_parameters or {})
-    if before.get("rope_type", "default") != "default":
-        raise bad("rope", before["rope_type"], "a base whose RoPE is not scaled already")
-    made.rope_parameters = {**before, **rope}
-    if rope["rope_type"] != "dynamic":  # dynamic NTK reads the trained length here, and scales by itself
-        made.rope_parameters["original_max_position_embeddings"] = made.max_position_embeddings
-        made.max_position_embeddings = int(made.max_position_embeddings * rope["factor"])
-    return made
 
 
 def _load_gguf(path: Path, source: str, dtype: Any, device_map: str | None, rope: Mapping[str, Any] | None = None) -> Loaded:

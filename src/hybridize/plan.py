@@ -176,6 +176,11 @@ class AttentionPlan(Costs):
         kept = set(self.kept_groups)
         return [i for i in range(self.geometry.layers) if all((i, j) in kept for j in range(self.geometry.kv_heads))]
 
+    def extended_from(self, geometry: Geometry) -> AttentionPlan:
+        """This plan, saying that its base is one of `geometry` with a longer context, that it is trained for."""
+        said = {"identity": geometry.identity, "context": [geometry.context, self.geometry.context]}
+        return replace(self, provenance={**self.provenance, "extended": said})
+
     # -- people ---------------------------------------------------------------------------------------------------
 
     def map(self) -> str:
@@ -229,13 +234,16 @@ class AttentionPlan(Costs):
     def load(cls, path: str | Path) -> AttentionPlan:
         return cls.from_dict(read_json(path, "plan"))
 
-    def check_base(self, geometry: Geometry) -> None:
-        """Refuse a plan made for another base.
+    def check_base(self, geometry: Geometry, descends: bool = False) -> None:
+        """Refuse a plan made for another base, or (`descends`) for what is not this base with a longer context either.
 
         Raises:
             HybridizeError: shape, family or config hash differ.
         """
-        for name in ("model_type", "layers", "heads", "kv_heads", "head_dim", "windows", "identity"):
+        names = ["model_type", "layers", "heads", "kv_heads", "head_dim", "windows", "identity"]
+        if descends and self.provenance.get("extended", {}).get("identity") == geometry.identity:
+            names.remove("identity")
+        for name in names:
             mine, theirs = getattr(self.geometry, name), getattr(geometry, name)
             if mine != theirs:
                 raise bad(f"plan.geometry.{name}", mine, f"{theirs!r}, as the model has (the plan was made for another base)")

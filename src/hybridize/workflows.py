@@ -169,6 +169,24 @@ def plan_of_scores(scores: Scores | None, base: AttentionPlan, ask: Selection) -
     return plan_from_scores(scores, base, ask.cheap, ask.budget)
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A plan as it was measured on weights that training then changes."""
+
+    name: str
+    plan: AttentionPlan
+    cells: list[Cell]
+
+
+def reference(
+    run: RunFolder, model: Any, plan: AttentionPlan, proof: Proof, asked: Sequence[Measure], report: Report = silent
+) -> Reference:
+    """What `prove` compares with, measured now."""
+    check_lengths(plan, proof)
+    with model.temporary_plan(plan):
+        return Reference("full", plan, measure(run, asked, "full", model, report))
+
+
 def prove(
     run: RunFolder,
     loaded: Loaded,
@@ -177,22 +195,25 @@ def prove(
     proof: Proof,
     report: Report = silent,
     asked: Sequence[Measure] | None = None,
+    before: Reference | None = None,
 ) -> list[dict[str, Any]]:
     """Quality rows of every plan on the same items, each with its costs as shares of the base's.
 
-    The first plan is the base; rows of the others have their paired difference from it. `asked`: the proof's measures, where
-    they are made already.
+    The base is `before`, or else the first plan; rows of the others have their paired difference from it. `asked`: the proof's
+    measures, where they are made already.
     """
     for plan in plans.values():
         check_lengths(plan, proof)
     if asked is None:
         asked = measures(loaded.tokenizer, proof, run.step)
     rows: list[dict[str, Any]] = []
-    base: list[Cell] | None = None
+    longest, base = max(proof.lengths), None if before is None else before.cells
+    if before is not None:
+        rows += paired_rows(plan_head(before.name, before.plan, proof.seed, longest), before.cells, None)
     for i, (name, plan) in enumerate(plans.items()):
         with model.temporary_plan(plan):
             cells = measure(run, asked, name, model, report, i, len(plans))
-        rows += paired_rows(plan_head(name, plan, proof.seed, max(proof.lengths)), cells, base)
+        rows += paired_rows(plan_head(name, plan, proof.seed, longest), cells, base)
         base = base or cells
     return rows
 

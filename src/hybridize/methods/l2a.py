@@ -5,7 +5,7 @@
 
     3. prune    the far half of layers that hardly use it goes, with its keys and values (`hybridize prune`)
 
-Not here: longer context by another RoPE base.
+With `context`, the base is given a larger RoPE base first, and rows are that long.
 """
 
 from __future__ import annotations
@@ -27,6 +27,27 @@ STAGES: dict[str, Recipe] = {
         checkpointing=True,
     ),
 }  # fmt: skip
+
+
+def stages(context: int | None) -> dict[str, Recipe]:
+    """The stage by default; with a context, on rows of so many tokens, at as many tokens a step."""
+    look = STAGES["look"]
+    return STAGES if context is None else {"look": replace(look, length=context, rows=max(1, look.tokens_a_step // context))}
+
+
+def check_stage(recipe: Recipe, context: int | None) -> None:
+    """
+    Raises:
+        HybridizeError: rows that are not as long as the context that is to be learned, or a teacher that does not know it.
+    """
+    if context is None or not recipe.tokens:
+        return
+    if recipe.length != context:
+        raise bad("train.look.length", recipe.length, f"{context}, the context that is asked for")
+    if recipe.kl:
+        raise bad("train.look.kl", recipe.kl, "0 with a context: under another RoPE the base is no teacher")
+
+
 # the same training; what a gate that asks for no content opens is `rate` of the tokens
 CONTROLS = ("random-gate", "position-gate", "all-open", "all-closed", "standard")
 

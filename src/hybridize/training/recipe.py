@@ -104,9 +104,13 @@ class Recipe:
         return f"{before}{what}; trains {trained}; seed {self.seed}"
 
     @property
+    def tokens_a_step(self) -> int:
+        return self.rows * self.length
+
+    @property
     def tokens(self) -> int:
         """Tokens that all stages read."""
-        return (self.steps + self.transfer_steps) * self.rows * self.length
+        return (self.steps + self.transfer_steps) * self.tokens_a_step
 
 
 def from_text(cls: type[Asked], text: str | None, field: str, given: Mapping[str, Any] | None = None) -> Asked:
